@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from graphrt.dtypes import CACHES, CacheType
+from graphrt import float8
+from graphrt.dtypes import CACHES, FLOATS8, CacheType
 from graphrt.host import host_type
 from graphrt.patterns import describe, place
 from graphrt.tensor import Tensor
@@ -96,6 +97,13 @@ def precision(node: Tensor) -> str:
     return stored if stored in PRECISIONS else "f32"
 
 
+def tolerance(node: Tensor) -> str:
+    """The key of what a node's result is held to: what it computes in, or where it is stored in 8 bits, which rounds
+    more than the types that are multiplied in, that."""
+    coarse = node.dtype.is_float8 and precision(node) != "f8"
+    return f"stored {node.dtype.name}" if coarse else precision(node)
+
+
 @dataclass(frozen=True)
 class Share:
     """How many elements may be far off: `part` of those where |a - e| > atol + rtol * |e|, none of them by name."""
@@ -145,6 +153,8 @@ def judge(
 
     A result of floats of 8 bits, or of an op that reads k or v or a matrix of them, must keep judge_share()'s rule too.
 
+    A result of floats of 8 bits holds no number past the largest one, which such a one is judged as.
+
     Where the reference is NaN or infinite the result must be so too, and nowhere else. A result of an integer type, or
     one that moves elements (low is None), must be equal.
     """
@@ -152,11 +162,15 @@ def judge(
     special = _special(node, a, e)
     if special is not None:
         return special
+    if node.dtype.is_float8 and low is not None:
+        # As both are when they are stored: what is too large becomes the largest number, and low is rounded.
+        largest = FLOATS8[node.dtype.name].largest
+        e, low = np.clip(e, -largest, largest), float8.decode(float8.encode(low, node.dtype), node.dtype)
     finite = np.isfinite(e)
     a, e = np.where(finite, a, 0.0), np.where(finite, e, 0.0)
     error = np.abs(a - e)
     worst = tuple(int(i) for i in np.unravel_index(int(error.argmax()), error.shape))[::-1]
-    allowed = rule if isinstance(rule, Precision) else PRECISIONS[rule or precision(node)]
+    allowed = rule if isinstance(rule, Precision) else PRECISIONS[rule or tolerance(node)]
     figures = _Figures(node, allowed, error, e, np.where(finite, np.asarray(low, np.float64), 0.0))
     message = figures.why_wrong(worst, a, e)
     if not message and reads_float8(node):

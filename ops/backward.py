@@ -15,7 +15,7 @@ from graphrt.ops.copy import concat, cont, dup, repeat
 from graphrt.ops.cross_entropy import cross_entropy_loss_back
 from graphrt.ops.elementwise import clamp, div, fill, mul, scale, sqr, sqrt, sub
 from graphrt.ops.flash_attn_back import flash_attn_back, flash_attn_varlen_back
-from graphrt.ops.flash_attn_ext import flash_attn_lse
+from graphrt.ops.flash_attn_ext import flash_attn_lse, is_scaled
 from graphrt.ops.flash_attn_varlen import FlashAttnVarlenParams, flash_attn_varlen_lse
 from graphrt.ops.key_panels import ROWS
 from graphrt.ops.math_back import rms_norm_back, rope_back, silu_back, soft_max_back, unary_back
@@ -379,6 +379,10 @@ def _no_mask(node: Tensor, wanted: Wanted) -> None:
 @rule("FLASH_ATTN_EXT")
 def _flash_attn(node: Tensor, d: Tensor, wanted: Wanted) -> Mapping[str, Tensor]:
     _no_mask(node, wanted)
+    if is_scaled(node):
+        raise _refused(
+            node, "q", "scales of k, v and the result are of 8-bit caches, which are not trained; leave them"
+        )
     p = node.params
     beside: dict[str, Any] = {name: node[name] for name in ("mask", "sinks", "attn_bias")}
     q, k, v = node["q"], node["k"], node["v"]

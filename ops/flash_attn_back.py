@@ -177,7 +177,7 @@ def flash_attn_back(
     for a source that is not there.
     """
     sources = (d_out, q, k, v, out, lse, mask, sinks, attn_bias, d_lse)
-    of_forward = ("prec", "k_layout")
+    of_forward = ("prec", "k_layout", "out_type", "out_scale")
     given = {name: value for name, value in asdict(params).items() if name not in of_forward}
     return build(FLASH_ATTN_BACK, *sources, params=FlashAttnBackParams(of, **given), name=name)
 

@@ -7,10 +7,11 @@
     sinks [n_head]  f32: one more logit without a value; may be None
     attn_bias [n_kv, n_q, b2, b3]  f16, bf16 or f32, added beside the mask; b2 divides n_head, b3 divides n_seq; may be
                     None
-    out   [D_v, n_head, n_q, n_seq]  f32  !! permuted
+    k_scale, v_scale  f32, one value or one a head of k and v, which these are times of what they hold; may be None
+    out   [D_v, n_head, n_q, n_seq]  f32, or f8_e4m3 of the values divided by out_scale  !! permuted
 
-    s = q.k * scale;  if softcap: s = softcap * tanh(s / softcap);  if score: s = score(s, sequence, head, query, key);
-    s += slope(head) * mask + attn_bias;  softmax over s and the sink;  out = p.v
+    s = q.k * scale * k_scale;  if softcap: s = softcap * tanh(s / softcap);  if score: s = score(s, sequence, head,
+    query, key);  s += slope(head) * mask + attn_bias;  softmax over s and the sink;  out = p.v * v_scale / out_scale
 
 Keys whose mask is -inf are skipped, so NaN in an unused cache cell is harmless. A row with every key masked gives 0.
 """
@@ -21,7 +22,7 @@ import math
 from dataclasses import dataclass
 
 from graphrt.arguments import checked
-from graphrt.dtypes import F32
+from graphrt.dtypes import F32, dtype
 from graphrt.errors import GraphError
 from graphrt.op import OpSpec, Result, Work, build, moved_bytes, register, require
 from graphrt.ops.key_panels import ROWS, check_layout, key_heads
@@ -34,6 +35,8 @@ from graphrt.tensor import Tensor
 PREC_DEFAULT, PREC_F32, PREC_F8 = 0, 10, 8
 #: What queries may be stored in; gradients want f32.
 Q_TYPES = ("f32", "f8_e4m3")
+#: What the result may be stored in.
+OUT_TYPES = {"f32": F32, "f8_e4m3": dtype("f8_e4m3")}
 
 
 @dataclass(frozen=True)
@@ -43,7 +46,8 @@ class FlashAttnParams:
     choose which. prec: with PREC_F32 nothing is rounded to f16 or bf16 on the way; with PREC_F8 a backend may round q
     and the softmax weights to f8_e4m3, as k and v are; of the forward alone: gradients multiply in k's and v's
     types. score, score_numbers: a score function as score_text.py writes it, "" for none. k_layout: how k lies,
-    ROWS or PANELS of key_panels.py."""
+    ROWS or PANELS of key_panels.py. out_type: of the result, f32 or f8_e4m3 of what it is divided by out_scale, numbers
+    past the largest one becoming that."""
 
     scale: float
     max_bias: float = 0.0
@@ -55,6 +59,16 @@ class FlashAttnParams:
     score: str = ""
     score_numbers: tuple[float, ...] = ()
     k_layout: str = ROWS
+    out_type: str = "f32"
+    out_scale: float = 1.0
+
+
+def is_scaled(node: Tensor) -> bool:
+    """Whether an attention multiplies by scales of k and v, or stores its result otherwise than as it is."""
+    if node.op != "FLASH_ATTN_EXT":
+        return False
+    p = node.params
+    return (p.out_type, p.out_scale) != ("f32", 1.0) or node["k_scale"] is not None or node["v_scale"] is not None
 
 
 def check_kv(op: str, q: Tensor, k: Tensor, layout: str = ROWS, kinds: tuple[str, ...] = ("f32",)) -> None:
@@ -111,7 +125,7 @@ def _check_dropout(op: str, q: Tensor, p: FlashAttnParams) -> None:
 
 def _infer_attn(
     params: FlashAttnParams, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sinks: Tensor | None,
-    attn_bias: Tensor | None,
+    attn_bias: Tensor | None, k_scale: Tensor | None = None, v_scale: Tensor | None = None,
 ) -> Result:  # fmt: skip
     op = "FLASH_ATTN_EXT"
     check_kv(op, q, k, params.k_layout, Q_TYPES)
@@ -121,7 +135,15 @@ def _infer_attn(
     check_rest(op, q, k, mask, sinks, attn_bias, params)
     eight = params.prec != PREC_F8 or v.dtype.name == "f8_e4m3"
     require(eight, op, f"prec {PREC_F8} multiplies 8-bit floats: k and v must be f8_e4m3", v)
-    return Result(F32, (v.ne[0], q.ne[2], q.ne[1], q.ne[3]))
+    for name, t in (("k_scale", k_scale), ("v_scale", v_scale)):
+        if t is not None:
+            fits = t.dtype is F32 and t.is_contiguous and t.n_elements in (1, v.ne[2])
+            require(fits, op, f"{name} must be f32, contiguous, with one value or one a head of v, {v.ne[2]}", t)
+    kind = params.out_type
+    require(kind in OUT_TYPES, op, f"out_type must be {' or '.join(OUT_TYPES)}, got {kind}", q)
+    positive = math.isfinite(params.out_scale) and params.out_scale > 0
+    require(positive, op, f"out_scale must be finite and over 0, got {params.out_scale}", q)
+    return Result(OUT_TYPES[kind], (v.ne[0], q.ne[2], q.ne[1], q.ne[3]))
 
 
 def _infer_lse(
@@ -152,7 +174,7 @@ FLASH_ATTN_EXT = register(
         "FLASH_ATTN_EXT",
         _infer_attn,
         _attn_work,
-        ("q", "k", "v", "mask?", "sinks?", "attn_bias?"),
+        ("q", "k", "v", "mask?", "sinks?", "attn_bias?", "k_scale?", "v_scale?"),
         params=FlashAttnParams,
         masked=("k", "v"),
     )
@@ -174,6 +196,7 @@ def flash_attn_ext(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, *, sinks: Tensor | None = None,
     max_bias: float = 0.0, softcap: float = 0.0, attn_bias: Tensor | None = None, dropout_p: float = 0.0,
     seed: int = 0, offset: int = 0, prec: int = PREC_DEFAULT, score: Expr | None = None, k_layout: str = ROWS,
+    k_scale: Tensor | None = None, v_scale: Tensor | None = None, out_type: str = "f32", out_scale: float = 1.0,
     name: str = "",
 ) -> Tensor:  # fmt: skip
     """Attention in one op: result = softmax(s) v over the keys and the sink, s = scale * q.k + slope(head) * mask.
@@ -192,14 +215,16 @@ def flash_attn_ext(
     scale * q.k or, with a softcap, of what that makes of it; None for none. Keys whose mask is -inf are skipped, so
     that NaN in an unused cell is harmless; a row with every key masked gives 0. k_layout: "panels" for a k of a float
     type as key_panels() makes it, [x, n_kv, D_k / x * n_head_kv, n_seq] with x the elements of 16 bytes.
+    k_scale, v_scale: f32 with one value or n_head_kv, by which what k and v hold is multiplied, or None. out_type:
+    "f8_e4m3" stores the result in that, divided by out_scale; a number past 448 then becomes 448 with its sign.
     Source: ggml_flash_attn_ext; the algorithm is FlashAttention-2 (arXiv 2307.08691). Raises GraphError for other types
     and shapes, for ALiBi without a mask, and for numbers that are not finite.
     """
     params = FlashAttnParams(
         float(scale), float(max_bias), float(softcap), float(dropout_p), int(seed), int(offset), int(prec),
-        *as_params(score), k_layout,
+        *as_params(score), k_layout, out_type, float(out_scale),
     )  # fmt: skip
-    return build(FLASH_ATTN_EXT, q, k, v, mask, sinks, attn_bias, params=params, name=name)
+    return build(FLASH_ATTN_EXT, q, k, v, mask, sinks, attn_bias, k_scale, v_scale, params=params, name=name)
 
 
 @checked(GraphError)

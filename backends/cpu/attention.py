@@ -166,13 +166,21 @@ def key_rows(p: FlashAttnParams, k: torch.Tensor, d: int) -> torch.Tensor:
     return k.reshape(n_seq, panels * x // d, d // x, n_kv, x).transpose(2, 3).reshape(n_seq, -1, n_kv, d)
 
 
+def times(x: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
+    """k or v [n_seq, n_head_kv, n_kv, D] times one value, or one a head."""
+    return x if scale is None else x * scale.reshape(1, -1, 1, 1)
+
+
 @reference("FLASH_ATTN_EXT")
 def flash_attn_ext(
     node: Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None = None,
-    sinks: torch.Tensor | None = None, attn_bias: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None, attn_bias: torch.Tensor | None = None, k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     k, n = key_rows(node.params, k, q.shape[3]), last_seen(mask, k.shape[2])
-    return attend(node, q, k[:, :, :n], v[:, :, :n], up_to(n, mask), sinks, up_to(n, attn_bias))
+    k, v = times(k, k_scale), times(v, v_scale)
+    out = attend(node, q, k[:, :, :n], v[:, :, :n], up_to(n, mask), sinks, up_to(n, attn_bias))
+    return torch.div(out, node.params.out_scale)
 
 
 @reference("FLASH_ATTN_LSE")

@@ -17,6 +17,7 @@ from graphrt.backends.cpu import fast, lower_maps, lower_rows
 from graphrt.backends.cpu.experts import mul_mat_id
 from graphrt.backends.cpu.lowering import Lowering
 from graphrt.backends.cpu.products import matmul
+from graphrt.ops.flash_attn_ext import is_scaled
 from graphrt.ops.flash_attn_varlen import longest
 from graphrt.ops.key_panels import ROWS
 from graphrt.ops.rope import rope_frequencies
@@ -73,6 +74,7 @@ def flash_attn(low: Lowering, out: Tensor) -> Any | None:
     known = k.dtype.name in fast.KV_TYPES and v.dtype.name in fast.KV_TYPES
     p = built_in(out.params)
     plain = out["attn_bias"] is None and p.dropout_p == 0.0 and not p.score and p.k_layout == ROWS
+    plain = plain and not is_scaled(out)
     if q.dtype.name != "f32" or not plain or not known or not all(t.has_contiguous_rows for t in (q, k, v)):
         return None
     slopes = low.array(alibi_slopes(q.ne[2], p.max_bias), np.float32) if p.max_bias else 0

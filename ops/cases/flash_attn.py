@@ -218,6 +218,13 @@ GROUPS: Mapping[str, Sequence[Group]] = {
         ),
         Group(replace(_EIGHT, d=(256, 256), types=("f8_e5m2", "f8_e4m3")), {}, {"mask": (None,)}),
         Group(replace(BASE, q_type="f8_e4m3", types=("f8_e4m3", "f16"), layout="cache"), {"n_q": (1, 9)}),
+        # The last scale is one that many results are too large for.
+        Group(
+            replace(_WIDE, types=("f8_e4m3", "f8_e4m3"), scaled="heads", layout="cache"),
+            {"n_q": (1, 9), "out": (("f32", 1.0), ("f8_e4m3", 0.25), ("f8_e4m3", 0.001))},
+            {"scaled": ("one",), "types": (("q8_0", "f16"),)},
+        ),
+        Group(replace(BASE, heads=(6, 2), out=("f8_e4m3", 0.1)), {}, {"n_q": (1, 33), "d": ((128, 128), (576, 512))}),
         Group(replace(_EIGHT, q_type="f8_e4m3"), {}, {"prec": (0, 8)}),
         Group(replace(_WIDE, q_type="f8_e4m3", sinks="near"), {}, {"layout": ("panels",), "max_bias": (8.0,)}),
     ),

@@ -40,6 +40,8 @@ class Axes:
     VALUES and LAYOUTS below. spoil: what k and v hold in the cells that the mask hides from every query, of SPOILS;
     None for values like all others. bias: dimensions 2 and 3 of attn_bias and its type, None for none. prec: 10 for
     products in f32, 8 for products of 8-bit floats. score: a name of scores.py's SCORES. q_type: of q.
+    scaled: values of k_scale and v_scale, "" for none, "one", or "heads", one a head. out: type and scale of the
+    result.
     """
 
     d: tuple[int, int] = (64, 64)
@@ -62,6 +64,8 @@ class Axes:
     prec: int = 0
     score: str | None = None
     q_type: str = "f32"
+    scaled: str = ""
+    out: tuple[str, float] = ("f32", 1.0)
 
 
 #: Values of each kind of mask. The first four come with a shape of their own in _mask_dims().
@@ -239,6 +243,16 @@ def _bias(inputs: Inputs, axes: Axes) -> Tensor | None:
     return inputs("attn_bias", str(kind), (axes.n_kv, axes.n_q, *map(int, dims)), Normal(2.0))
 
 
+def _scales(inputs: Inputs, axes: Axes) -> dict[str, Any]:
+    """Scales of k, v and the result, those of heads far enough apart that another head's shows."""
+    given: dict[str, Any] = {"out_type": axes.out[0], "out_scale": axes.out[1]}
+    if axes.scaled:
+        ne = (axes.heads[1] if axes.scaled == "heads" else 1,)
+        given |= {"k_scale": inputs("k_scale", "f32", ne, Uniform(0.3, 1.0))}
+        given |= {"v_scale": inputs("v_scale", "f32", ne, Uniform(0.5, 4.0))}
+    return given
+
+
 def _make(inputs: Inputs, axes: Axes, lse: bool) -> Tensor:
     values = VALUES[axes.values]
     if axes.layout in ("permuted", "cache"):
@@ -256,6 +270,7 @@ def _make(inputs: Inputs, axes: Axes, lse: bool) -> Tensor:
         k = own(axes, values) if own else _cached(inputs, "k", axes.types[0], axes.d[0], axes, values.k)
         return flash_attn_lse(q, k, mask, scale, attn_bias=bias, **given)
     k, v = _kv(inputs, axes, values)
+    given |= _scales(inputs, axes)
     given |= {"attn_bias": bias, "dropout_p": axes.dropout_p, "seed": 2**35 + 77, "offset": 2**31 + 1}
     return flash_attn_ext(q, k, v, mask, scale, **given)
 

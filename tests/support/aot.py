@@ -43,7 +43,7 @@ from graphrt.backends.triton.kernels.flash_attn.decode_configs import (
     programs_held,
     shared_bytes,
 )
-from graphrt.backends.triton.kernels.flash_attn.decode_launch import Decode
+from graphrt.backends.triton.kernels.flash_attn.decode_launch import Decode, bounded
 from graphrt.backends.triton.kernels.flash_attn.fusions import attention_of
 from graphrt.backends.triton.kernels.flash_attn.kernel import AttentionKernel, Scratch
 from graphrt.backends.triton.kernels.flash_attn.kernels import kernels_of
@@ -216,7 +216,8 @@ def decode_launch(arch: str, shape: Shape, early: bool = False) -> Launch:
     launch = kernel.launches(MaskPlan(none, none, none, none, none), early, Scratch("cpu"))[0]
     assert isinstance(launch, Launch)
     stages = kernel.chosen({}).stages
-    return Launch(launch.kernel, (1,), launch.args | {"STAGES": stages}, {"num_warps": kernel.config.warps})
+    options = {"num_warps": kernel.config.warps} | bounded(kernel.config)
+    return Launch(launch.kernel, (1,), launch.args | {"STAGES": stages}, options)
 
 
 def passes_launches(arch: str, shape: Shape, form: str) -> list[Launch]:
@@ -477,7 +478,8 @@ def table_says(arch: str, name: str, launch: Launch) -> int | None:
     """Programs that a table of attention's configurations says a multiprocessor holds of a launch's kernel."""
     if launch.name.startswith("flash_attn_decode") and "passes" not in launch.name:
         of = tuple(launch.args[x] for x in ("D", "K_KIND", "V_KIND"))
-        config = replace(find_decode_config(*of), stages=launch.args["STAGES"])
+        rows = 8 if launch.args.get("THIN") else 16
+        config = replace(find_decode_config(*of, rows=rows), stages=launch.args["STAGES"])
         return programs_held(config, shared_bytes(*of, config), arch)
     row = re.match(rf"{arch} row (\d+) ", name)
     return configs.table_of(arch)[int(row[1])].config.per_sm if row and launch.name == "flash_attn" else None

@@ -7,6 +7,7 @@ reads or writes outside of them fails. Copies to shared memory land when they ar
 
 from __future__ import annotations
 
+import math
 import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from triton.experimental.gluon._runtime import GluonJITFunction
+from triton.experimental.gluon.language import PaddedSharedLayout
 from triton.language import PropagateNan, constexpr
 
 from graphrt import float8
@@ -245,11 +247,24 @@ class Shared:
         do so by panels, as swizzled ones lie. As another type: the same bytes."""
         if self.data.dtype != _numpy_type(kind):
             return Shared(self.data.view(_numpy_type(kind))).reshape(shape)
+        if isinstance(_plain(layout), PaddedSharedLayout):
+            return Scattered(*self._from_here(), places_of(_plain(layout)))
+        if math.prod(_plain(n) for n in shape) > self.data.size and len(shape) == 2:  # more of what lies behind it
+            whole, first = self._from_here()
+            return Shared(whole[first : first + math.prod(shape)]).reshape(shape)
         n, rows, cols = (*shape, 0, 0)[:3] if len(shape) == 3 else (0, 0, 0)
         width = self.data.shape[-1]
         if cols > width:
             return Panels(self.data.reshape(n, cols // width, rows, width).transpose(0, 2, 1, 3))
         return self.reshape(shape)
+
+    def _from_here(self) -> tuple[np.ndarray, int]:
+        """All that was allocated with this, flat, and the place of its first element."""
+        whole = self.data
+        while isinstance(whole.base, np.ndarray):
+            whole = whole.base
+        bytes_before = self.data.ctypes.data - whole.ctypes.data
+        return whole.reshape(-1), bytes_before // whole.itemsize
 
     @property
     def dtype(self) -> Any:
@@ -261,6 +276,35 @@ class Shared:
 
     def store(self, value: Value) -> None:
         self.data[...] = value.data
+
+
+def places_of(layout: PaddedSharedLayout) -> np.ndarray:
+    """Where a padded layout has each element of its shape, in elements."""
+    count = math.prod(layout.shape)
+    offset = np.arange(count)
+    at = np.zeros((count, len(layout.shape)), np.int64)
+    for bit, basis in enumerate(layout.offset_bases):
+        at ^= np.where(offset[:, None] >> bit & 1, np.array(basis), 0)
+    found = np.empty(layout.shape, np.int64)
+    found[tuple(at.T)] = offset + sum(
+        offset // interval * padding for interval, padding in layout.interval_padding_pairs
+    )
+    return found
+
+
+class Scattered(Shared):
+    """Elements at any places of what was allocated, from the first-th on."""
+
+    def __init__(self, whole: np.ndarray, first: int, places: np.ndarray) -> None:
+        self.whole = whole
+        self.places = first + places
+
+    @property
+    def data(self) -> np.ndarray:  # type: ignore[override]
+        return self.whole[self.places]
+
+    def store(self, value: Value) -> None:
+        self.whole[self.places] = value.data
 
 
 class Panels(Shared):
@@ -441,8 +485,8 @@ class Gl:
         return Value(np.fmax.reduce(x.data, axis))
 
     def multiple_of(self, p: Value, n: int) -> Value:
-        """Of numbers it is said of the first of those that max_contiguous names."""
-        assert p.unit is None or (p.data % (n * np.dtype(p.unit).itemsize) == 0).all(), "not a multiple"
+        """Of numbers it is said of the first of those that max_contiguous names, of pointers in bytes."""
+        assert p.unit is None or (p.data % n == 0).all(), "not a multiple"
         return p
 
     def max_contiguous(self, x: Value, n: int) -> Value:
@@ -469,13 +513,29 @@ class Gl:
     def inline_asm_elementwise(
         self, asm: str, constraints: str, args: Sequence[Value], dtype: Any, is_pure: bool, pack: int
     ) -> Any:
-        assert pack == 1
         kinds = dtype if isinstance(dtype, tuple) else (dtype,)
         shape = np.broadcast_shapes(*(a.shape for a in args))
         inputs = [np.broadcast_to(a.data, shape).copy() for a in args]
-        found = run_ptx(asm, [_numpy_type(k) for k in kinds], inputs)
+        found = (_run_pairs if pack == 2 else run_ptx)(asm, [_numpy_type(k) for k in kinds], inputs)
         values = tuple(Value(f) for f in found)
         return values if isinstance(dtype, tuple) else values[0]
+
+
+def _run_pairs(asm: str, kinds: Sequence[Any], inputs: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """run_ptx where an operand is two elements, side by side along axis 1: registers of their own, or the halves of one
+    where they are of 16 bits. (That a thread has such two is for the layouts' tests.)"""
+    halves = [k == np.float16 for k in kinds]
+    registers = [np.int32 for is_half in halves for _ in range(1 if is_half else 2)]
+    sides = [x[:, i::2] for x in inputs for i in range(2)]
+    found = iter(run_ptx(asm, registers, sides))
+    results = []
+    for kind, is_half, like in zip(kinds, halves, [inputs[0]] * len(kinds)):
+        result = np.empty(like.shape, kind)
+        first = next(found)
+        result[:, 0::2] = (first & 0xFFFF).astype(np.uint16).view(kind) if is_half else first.view(kind)
+        result[:, 1::2] = (first >> 16 & 0xFFFF).astype(np.uint16).view(kind) if is_half else next(found).view(kind)
+        results.append(result)
+    return results
 
 
 # --- kernels ---

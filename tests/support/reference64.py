@@ -493,13 +493,20 @@ def _attention_heads(
         yield s, h, keys, seen, powers / np.where(np.isneginf(lse), 1, total)[:, None], lse
 
 
+def of_heads(scale: Array | None, n_head: int) -> Array:
+    """What k or v are times of, for each of n_head query heads: [1, n_head, 1, 1]."""
+    values = np.ones(1) if scale is None else scale.reshape(-1)
+    return np.repeat(values, n_head // len(values)).reshape(1, n_head, 1, 1)
+
+
 @reference64("FLASH_ATTN_EXT")
 def flash_attn_ext(
     node: Tensor, q: Array, k: Array, v: Array, mask: Array | None = None, sinks: Array | None = None,
-    attn_bias: Array | None = None,
+    attn_bias: Array | None = None, k_scale: Array | None = None, v_scale: Array | None = None,
 ) -> Array:  # fmt: skip
     out = np.zeros(node.shape, dtype=q.dtype)
     group = q.shape[1] // v.shape[1]
+    q, factor = q * of_heads(k_scale, q.shape[1]), of_heads(v_scale, q.shape[1])[0, :, 0] / node.params.out_scale
     for s, h, keys, seen, weights, _ in _attention_heads(node, q, k, mask, sinks, attn_bias):
         values = v[s, h // group, keys]
         weights = weights * reference64_back.dropout_factor(node.params, s, h, len(weights), keys)
@@ -508,7 +515,7 @@ def flash_attn_ext(
         else:  # a weight of 0 must not meet NaN
             for i, row in enumerate(seen):
                 out[s, i, h] = weights[i, row] @ values[row]
-    return out
+    return out * factor.astype(q.dtype)
 
 
 @reference64("FLASH_ATTN_LSE")

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from graphrt.tensor import Tensor
-from support.reference64 import alibi_slope, gathered, key_rows, varlen_sequences
+from support.reference64 import alibi_slope, gathered, key_rows, of_heads, varlen_sequences
 from support.reference64_back import dropout_factor
 from support.rounding import FUNCTION, ROUNDING, of_decoding, of_products, of_sum, variance
 from support.score64 import scored
@@ -126,16 +126,18 @@ def _attention(
 @variance("FLASH_ATTN_EXT")
 def flash_attn_ext(
     node: Tensor, expected: Array, q: Array, k: Array, v: Array, mask: Array | None = None, sinks: Array | None = None,
-    attn_bias: Array | None = None, first: tuple[int, int] = (0, 0),
+    attn_bias: Array | None = None, k_scale: Array | None = None, v_scale: Array | None = None,
+    first: tuple[int, int] = (0, 0),
 ) -> Array:  # fmt: skip
     out = np.zeros_like(expected)
     group = q.shape[1] // v.shape[1]
+    q, stored = q * of_heads(k_scale, q.shape[1]), of_heads(v_scale, q.shape[1])[0, :, 0] / node.params.out_scale
     for s, h, keys, rows in _attention(node, q, k, mask, sinks, attn_bias, first):
         values = v[s, h // group, keys]
         factor = dropout_factor(node.params, s, h, len(rows.weights), keys)
         of_v = rows.weights**2 @ of_decoding(node.src[2], values)
         out[s, :, h] = rows.of_mean(values, (rows.weights * factor) @ values, factor) + of_v
-    return out
+    return out * stored**2
 
 
 @variance("FLASH_ATTN_LSE")

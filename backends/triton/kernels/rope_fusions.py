@@ -9,6 +9,7 @@ from graphrt.backend import Group
 from graphrt.backends.triton.kernels.norm_fusions import ScaledNorm
 from graphrt.fusion import Nodes, scaled_by_row
 from graphrt.op import made_by
+from graphrt.ops.flash_attn_ext import is_scaled
 from graphrt.tensor import Tensor
 
 
@@ -41,7 +42,12 @@ def rope_cache_attention(nodes: Nodes) -> Iterator[Group]:
     """The rotation of q and k of one token a sequence, the writing of k and v into caches of f16 or bf16, and the
     attention that reads them, of heads of 64 or 128: where the decode kernel serves it, one launch."""
     for attention, found in _rotations(nodes):
-        if attention.op != "FLASH_ATTN_EXT" or nodes.readers(found.q) != [attention] or nodes.kept(found.q):
+        if (
+            attention.op != "FLASH_ATTN_EXT"
+            or is_scaled(attention)
+            or nodes.readers(found.q) != [attention]
+            or nodes.kept(found.q)
+        ):
             continue
         plain = all(_is_rotated_plain(rotated["a"]) for rotated in (found.q, found.k))
         if plain and _is_one_token(attention, found):

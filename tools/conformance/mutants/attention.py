@@ -131,7 +131,8 @@ class Attention(StreamK):
             if kind == FULL:
                 bias = np.zeros_like(bias)
             seen, self.at = self.seen(bias), (tile, block)
-            score = self.score(self.dot(q, self.load_kv(self.k, tile, block)), bias, slopes)
+            dot = self.dot(q, self.load_kv(self.k, tile, block)) * self.scales("k_scale", tile.heads)
+            score = self.score(dot, bias, slopes)
             score = self.hide(score, seen)
             new_top = np.maximum(top, score.max(axis=1, keepdims=True)).astype(np.float32)
             shift = self.shift(new_top)
@@ -164,6 +165,21 @@ class Attention(StreamK):
     def score(self, dot: Floats, bias: Floats, slopes: Floats) -> Floats:
         """The logits in base 2: scale, then softcap, then mask."""
         return self.biased(self.scored(self.capped(dot * self.scale())) * LOG2E, bias, slopes)
+
+    def scales(self, name: str, heads: Index) -> Floats:
+        """k_scale or v_scale for each row, 1 without: [rows, 1]."""
+        x = self.sources.get(name)
+        if x is None:
+            return np.ones((len(heads), 1), np.float32)
+        return self.read(x, np.asarray(x.base) + self.scale_number(x, heads) * x.t.nb[0], 1)
+
+    def scale_number(self, x: Operand, heads: Index) -> Index:
+        """Which of its values is a query head's."""
+        return heads // (self.n_head // x.t.n_elements)
+
+    def scaled_out(self, tile: Tile, rows: Floats) -> Floats:
+        """A tile's rows as they are stored."""
+        return rows * self.scales("v_scale", tile.heads) / np.float32(getattr(self.p, "out_scale", 1.0))
 
     def scored(self, s: Floats) -> Floats:
         """The score function, where there is one, of the block that is worked on."""
@@ -262,7 +278,8 @@ class Attention(StreamK):
             at = self.start(self.out, tile.tokens, np.asarray(tile.seq), np.asarray(0))
             self.write(self.out, (at + tile.heads * self.out.t.nb[0])[rows], lse)
             return
-        self.write(self.out, self.out_start(tile)[rows], self.divided(part)[rows, : self.out_width()])
+        stored = self.scaled_out(tile, self.divided(part))
+        self.write(self.out, self.out_start(tile)[rows], stored[rows, : self.out_width()])
 
     def lse(self, part: Part) -> Floats:
         return (part.top + np.log2(part.total)) * np.float32(math.log(2))

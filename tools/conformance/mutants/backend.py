@@ -49,8 +49,9 @@ class KernelBackend(Backend):
             return "its attention has neither attn_bias nor dropout"
         if getattr(node.params, "prec", 0) == PREC_F32:
             return "its attention multiplies in f16, prec asks for f32"
-        if any(t.dtype.is_float8 for t in (node, *node.sources())):
-            return "its kernels have no floats of 8 bits"
+        eight = node.op in ("FLASH_ATTN_EXT", "FLASH_ATTN_LSE")
+        if not eight and any(t.dtype.is_float8 for t in (node, *node.sources())):
+            return "of its kernels attention alone has floats of 8 bits"
         return why_unsupported(node)
 
     def alloc(self, nbytes: int, usage: Usage) -> KernelBuffer:

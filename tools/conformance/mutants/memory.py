@@ -12,6 +12,7 @@ import gguf
 import numpy as np
 import numpy.typing as npt
 
+from graphrt import float8
 from graphrt.backend import Buffer, Bytes
 from graphrt.backends.cpu.memory import CpuBuffer
 from graphrt.dtypes import DType
@@ -80,9 +81,15 @@ class Kernel:
             return values.reshape(*starts.shape, -1)[..., :n]
         at = self.element(starts[..., None] + np.arange(n) * x.t.nb[0], dt.type_size)
         raw = np.take(x.elements(), at, mode="clip")
+        if dt.is_float8:
+            return float8.decode(raw, dt).astype(np.float32)
         if dt.name == "bf16":
             return (raw.astype(np.uint32) << 16).view(np.float32)
         return np.asarray(raw, np.float32)
+
+    def codes8(self, values: Floats, dt: DType) -> Bytes:
+        """The codes of floats of 8 bits: the nearest number, at most the largest one."""
+        return float8.encode(values, dt)
 
     def read_ints(self, x: Operand, at: Index) -> Index:
         """Integers at byte addresses."""
@@ -90,8 +97,9 @@ class Kernel:
 
     def write(self, x: Operand, starts: Index, values: Floats) -> None:
         """Stores rows of a float type."""
+        rows: npt.NDArray[Any] = self.codes8(values, x.t.dtype) if x.t.dtype.is_float8 else values
         at = self.element(starts[..., None] + np.arange(values.shape[-1]) * x.t.nb[0], x.t.dtype.type_size)
-        x.elements()[at] = values
+        x.elements()[at] = rows
 
     # -- pieces: blocks, uint8 [..., bytes a block]
 

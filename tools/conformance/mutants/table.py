@@ -13,6 +13,9 @@ from itertools import takewhile
 
 import numpy as np
 
+from graphrt import float8
+from graphrt.backend import Bytes
+from graphrt.dtypes import FLOATS8, DType, dtype
 from graphrt.ops.key_panels import ROWS
 from graphrt.tensor import Tensor
 from graphrt.tools.conformance.mutants import pieces as on
@@ -72,6 +75,18 @@ def _sink_beside_acc(k: Attention, tile: Tile, part: Part) -> Part:
     return Attention.with_sink(k, tile, part)._replace(acc=part.acc)
 
 
+def _scaled(node: Tensor) -> bool:
+    return bool(node["k_scale"] is not None)
+
+
+def _stores_float8(node: Tensor) -> bool:
+    return node.dtype.is_float8
+
+
+def _to_nan(k: Attention, values: Floats, dt: DType) -> Bytes:
+    return float8.encode(np.where(np.abs(values) > FLOATS8[dt.name].largest, np.nan, values), dt)
+
+
 def _panelled(node: Tensor) -> bool:
     return bool(node.params.k_layout != ROWS)
 
@@ -87,6 +102,21 @@ def _moved(**changes: Callable[[Attention, Tile, Index], Index]) -> Callable[...
 
 
 ATTENTION_MUTANTS = [
+    # scales of k, v and the result
+    Mutant("key_scale_missing", FA, "k_scale is not read",
+           {"scales": lambda k, name, heads: Attention.scales(k, name, heads) if name != "k_scale" else np.float32(1)},
+           _scaled),
+    Mutant("value_scale_missing", FA, "v_scale is not read",
+           {"scales": lambda k, name, heads: Attention.scales(k, name, heads) if name != "v_scale" else np.float32(1)},
+           _scaled),
+    Mutant("scale_of_another_head", FA, "a scale is the query head's modulo their number",
+           {"scale_number": lambda k, x, heads: heads % x.t.n_elements}, _scaled),
+    Mutant("out_scale_multiplied", FA, "the result is multiplied by out_scale",
+           {"scaled_out": lambda k, tile, rows: rows * k.scales("v_scale", tile.heads) * np.float32(k.p.out_scale)},
+           _stores_float8),
+    Mutant("out_not_saturated", FA, "what is too large for 8 bits becomes NaN", {"codes8": _to_nan}, _stores_float8),
+    Mutant("out_in_another_format", FA, "results are stored as e5m2",
+           {"codes8": lambda k, values, dt: float8.encode(values, dtype("f8_e5m2"))}, _stores_float8),
     # scale and softcap
     Mutant("scale_missing", FA, "q.k is not scaled", {"scale": lambda k: np.float32(1)}),
     Mutant(

@@ -159,9 +159,10 @@ def _with_sink(s: T, sinks: T | None) -> T:
 
 def _flash_attn_ext(
     node: Tensor, q: T, k: T, v: T, mask: T | None = None, sinks: T | None = None, attn_bias: T | None = None,
-    first: tuple[int, int] = (0, 0),
+    k_scale: T | None = None, v_scale: T | None = None, first: tuple[int, int] = (0, 0),
 ) -> T:  # fmt: skip
     rounded = _rounding(node)
+    q = q * _of_heads(k_scale, q.shape[1])
     s = _with_sink(_with_bias(_scores(node, q, k, mask, first), attn_bias), sinks)
     top = s.amax(-1, keepdim=True)
     e = torch.exp(s - torch.where(torch.isneginf(top), 0.0, top))
@@ -176,7 +177,14 @@ def _flash_attn_ext(
     values = torch.nan_to_num(rounded(v), 0.0).transpose(2, 3)
     out = back.in_order(p.reshape(n_seq, v.shape[1], -1, n_kv), values)
     out = out.reshape(n_seq, n_head, n_q, -1) / torch.where(total > 0, total, 1.0)
+    out = out * _of_heads(v_scale, n_head) / getattr(node.params, "out_scale", 1.0)
     return out.permute(0, 2, 1, 3)
+
+
+def _of_heads(scale: T | None, n_head: int) -> T:
+    """What k or v are times of, for each of n_head query heads."""
+    values = torch.ones(1) if scale is None else scale.flatten()
+    return values.repeat_interleave(n_head // len(values)).reshape(1, n_head, 1, 1)
 
 
 def _with_bias(s: T, attn_bias: T | None) -> T:

@@ -7,14 +7,16 @@ units, lists of k-blocks, slots of scratch and fixup.py; only how the work insid
 - Each warp has its own keys of a k-block ("way") with sums of its own; the ways meet once, at the end of a segment.
   Where such sums leave a warp no registers (f16 and bf16 heads of 256) the warps own columns of the result instead:
   keys are shared out for Q K^T only, and every k-block's maxima and weights pass through shared memory.
-- Quantized rows are copied as they are, in 4-byte words, and read from shared memory straight into the registers where
-  the matrix units want the dequantized values: which element of a row a slot of an operand holds is free as long as Q
-  (for K) or the result (for V) follows the same order, and the orders here are made so that no value changes its lane.
+- Quantized rows are copied as they are, in units of 16 bytes where keys are so far apart, else of words, and read from
+  shared memory by words, straight into the registers where the matrix units want the dequantized values: which element
+  of a row a slot of an operand holds is free as long as Q (for K) or the result (for V) follows the same order, and the
+  orders here are made so that no value changes its lane.
 
-Of a pair of q8_0 or q4_0 blocks (2 * J + 1 words, J = 8 or 4) these words are copied: 1 .. 2J, the values, as
-[NB = D / 32 blocks, J]; and words 0 and J, the "heads", as [NB]. See tiles.py: in an even block the head's low half is
-d and its high half the first two values, which here take the place of the two after the last ones (the block is
-"turned"); in an odd block the head's high half is d.
+Of a pair of q8_0 or q4_0 blocks (2 * J + 1 words, J = 8 or 4) these words are read: 1 .. 2J, the values, as
+[NB = D / 32 blocks, J]; and words 0 and J, the "heads", as [NB]. A row may begin within a unit, and has a unit more
+than its values fill: so its tiles are views of shared memory from some word on, with gaps (PaddedSharedLayout). See
+tiles.py: in an even block the head's low half is d and its high half the first two values, which here take the place
+of the two after the last ones (the block is "turned"); in an odd block the head's high half is d.
 
 Axes: W ways (warps), NW = BLOCK_N / W keys a way, 16 query rows, D head size (of K and V).
 """
@@ -26,9 +28,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from graphrt.backends.triton.accesses import accesses
-from graphrt.backends.triton.kernels.common.constants import LOG2E, NEG_INF
+from graphrt.backends.triton.kernels.common.constants import NEG_INF
 from graphrt.backends.triton.kernels.common.gluon_layouts import axis_index
-from graphrt.backends.triton.kernels.common.gluon_pdl import gdc_launch_dependents, gdc_wait
+from graphrt.backends.triton.kernels.common.gluon_pdl import gdc_wait
 from graphrt.backends.triton.kernels.flash_attn.decode_append import (
     copy_early,
     has_row,
@@ -49,13 +51,20 @@ from graphrt.backends.triton.kernels.flash_attn.decode_layouts import (
 from graphrt.backends.triton.kernels.flash_attn.decode_operands import (
     allocate,
     block_rows,
-    copy_tile,
     load_k,
     load_q,
     load_v,
-    seen_bits,
     slot_order,
 )
+from graphrt.backends.triton.kernels.flash_attn.decode_pieces import (
+    copy_block,
+    load_bias,
+    logits,
+    mask_rows,
+    query_rows,
+    softmax_step,
+)
+from graphrt.backends.triton.kernels.flash_attn.decode_thin import thin_sums
 from graphrt.backends.triton.kernels.flash_attn.gluon_ranges import (
     part_of_tile,
     planned,
@@ -64,27 +73,8 @@ from graphrt.backends.triton.kernels.flash_attn.gluon_ranges import (
     tile_units,
 )
 from graphrt.backends.triton.kernels.flash_attn.gluon_visits import (
-    block_of_run,
-    first_row,
     mask_tile,
-    page_of,
 )
-
-
-@gluon.constexpr_function
-def sees(SEES, what):
-    """Whether a word is in SEES, see logits."""
-    return what in SEES.split()
-
-
-@gluon.constexpr_function
-def by_position(SEES):
-    return SEES.startswith("position")
-
-
-@gluon.jit
-def tanh(x):
-    return 1.0 - 2.0 / (1.0 + gl.exp2(2.0 * LOG2E * x))
 
 
 @accesses(
@@ -118,6 +108,7 @@ def flash_attn_decode(
     BLOCK_N: gl.constexpr, SOFTCAP: gl.constexpr, HAS_MASK: gl.constexpr, PACK: gl.constexpr, PER_HEAD: gl.constexpr,
     RANGES: gl.constexpr, UNIFORM: gl.constexpr, PDL: gl.constexpr, STAGES: gl.constexpr,
     JOIN: gl.constexpr, JOIN_PARTS: gl.constexpr, PLAN_EARLY: gl.constexpr, COLUMNS: gl.constexpr,
+    THIN: gl.constexpr,
 ):  # fmt: skip
     """Arguments are those of forward.py's flash_attn with one query tile a KV head.
 
@@ -131,14 +122,15 @@ def flash_attn_decode(
     PLAN_EARLY: the mask's plan is older than the launch before this one. Kernels let their successors start only after
     a gdc_wait of their own, so that when this one starts, all launches but the one before it are complete.
 
-    COLUMNS: the warps own columns of the result and not keys; K and V are f16 or bf16.
+    COLUMNS: the warps own columns of the result and not keys; K and V are f16 or bf16. THIN: at most 8 query rows, K
+    and V of blocks or floats of 8 bits: decode_thin.py's loop.
     """
     decode_range(
         p_q, p_k, p_v, p_mask, p_sinks, p_slopes, p_out, p_lse, p_counts, p_blocks, p_seen, p_runs,
         p_unit_start, p_part, p_counter, sq_t, sq_h, sq_s, sk_h, sk_s, sv_h, sv_s, sm_t, sm_h, sm_s, n_q, n_kv,
         n_head, n_groups, n_blocks, n_tiles, m2, m3, mask_groups, programs, splits, sign, factor, softcap,
         has_sinks, has_lse, sk_n, sv_n, D, K_KIND, V_KIND, BLOCK_N, SOFTCAP, HAS_MASK, PACK, PER_HEAD, RANGES,
-        UNIFORM, PDL, STAGES, JOIN, JOIN_PARTS, PLAN_EARLY, COLUMNS, (), "", 0,
+        UNIFORM, PDL, STAGES, JOIN, JOIN_PARTS, PLAN_EARLY, COLUMNS, THIN, (), "", 0,
     )  # fmt: skip
 
 
@@ -185,7 +177,7 @@ def flash_attn_decode_append(
         p_unit_start, p_part, p_counter, sq_t, sq_h, sq_s, sk_h, sk_s, sv_h, sv_s, sm_t, sm_h, sm_s, n_q, n_kv,
         n_head, n_groups, n_blocks, n_tiles, m2, m3, mask_groups, programs, splits, sign, factor, softcap,
         has_sinks, has_lse, sk_n, sv_n, D, K_KIND, V_KIND, BLOCK_N, SOFTCAP, HAS_MASK, PACK, PER_HEAD, RANGES,
-        UNIFORM, PDL, STAGES, JOIN, JOIN_PARTS, PLAN_EARLY, COLUMNS,
+        UNIFORM, PDL, STAGES, JOIN, JOIN_PARTS, PLAN_EARLY, COLUMNS, False,
         (p_k_new, p_v_new, p_ids, p_cos, p_sin, s_id, n_cells, kn_t, kn_h, vn_t), APPEND, N_DIMS,
     )  # fmt: skip
 
@@ -200,7 +192,7 @@ def decode_range(
     BLOCK_N: gl.constexpr, SOFTCAP: gl.constexpr, HAS_MASK: gl.constexpr, PACK: gl.constexpr, PER_HEAD: gl.constexpr,
     RANGES: gl.constexpr, UNIFORM: gl.constexpr, PDL: gl.constexpr, STAGES: gl.constexpr,
     JOIN: gl.constexpr, JOIN_PARTS: gl.constexpr, PLAN_EARLY: gl.constexpr, COLUMNS: gl.constexpr,
-    new, APPEND: gl.constexpr, N_DIMS: gl.constexpr,
+    THIN: gl.constexpr, new, APPEND: gl.constexpr, N_DIMS: gl.constexpr,
 ):  # fmt: skip
     """What a program of either kernel does. new: flash_attn_decode_append's rows, with APPEND."""
     W: gl.constexpr = gl.num_warps()
@@ -262,8 +254,8 @@ def decode_range(
         p_vh = p_v + i_seq.to(gl.int64) * sv_s + i_group.to(gl.int64) * sv_h
         p_list = p_blocks + i_mask.to(gl.int64) * n_blocks
         p_bits = p_seen + i_mask.to(gl.int64) * n_blocks * (BLOCK_N // 32)
-        ring_k = allocate(STAGES, NW, D, K_KIND, False)
-        ring_v = allocate(STAGES, NW, D, V_KIND, True)
+        ring_k = allocate(STAGES, NW, D, K_KIND, False, sk_n, i_seq.to(gl.int64) * sk_s + i_group.to(gl.int64) * sk_h)
+        ring_v = allocate(STAGES, NW, D, V_KIND, True, sv_n, i_seq.to(gl.int64) * sv_s + i_group.to(gl.int64) * sv_h)
         # What goes together: K and V, the list of k-blocks, Q, the mask.
         caches = (ring_k, ring_v, p_kh, p_vh, p_bits, n_kv)
         visits = (p_list, run_first, run, n_full, high)
@@ -289,104 +281,24 @@ def decode_range(
             )  # fmt: skip
             LAYOUT: gl.constexpr = column_mma_layout(W)
         else:
-            m, l, acc = way_sums(
-                queries, mask, caches, visits, low, i_seq, i_group, factor, softcap, sk_n, sv_n, D, K_KIND, V_KIND,
-                BLOCK_N, SOFTCAP, SEES, 0, PACK, PER_HEAD, PDL, STAGES, new, APPEND, N_DIMS,
-            )  # fmt: skip
+            if THIN:
+                m, l, acc = thin_sums(
+                    queries, mask, caches, visits, low, i_seq, i_group, factor, softcap, sk_n, sv_n, D, K_KIND, V_KIND,
+                    BLOCK_N, SOFTCAP, SEES, 0, PACK, PER_HEAD, PDL, STAGES,
+                )  # fmt: skip
+            else:
+                m, l, acc = way_sums(
+                    queries, mask, caches, visits, low, i_seq, i_group, factor, softcap, sk_n, sv_n, D, K_KIND, V_KIND,
+                    BLOCK_N, SOFTCAP, SEES, 0, PACK, PER_HEAD, PDL, STAGES, new, APPEND, N_DIMS,
+                )  # fmt: skip
             m, l, acc = joined_ways(m, l, acc, D, V_KIND)
-            LAYOUT: gl.constexpr = gl.SliceLayout(0, join_layout(D, W))
+            LAYOUT: gl.constexpr = gl.SliceLayout(0, join_layout(D, W, m.shape[0]))
         deliver(
             p_sinks, p_out, p_lse, p_part, m, l, acc, pid, splits, i_seq * n_q, 0, i_group, whole, finishes, n_q,
             n_head, has_sinks, has_lse, p_counter, p_counts, p_unit_start, tile, programs, n_tiles, n_blocks,
             LAYOUT, PACK, D, V_KIND, HAS_MASK, UNIFORM, JOIN, JOIN_PARTS,
         )  # fmt: skip
         tile += 1
-
-
-@gluon.jit
-def mask_rows(
-    mask, row, i_seq, i_group, n_q, factor, SOFTCAP: gl.constexpr, SEES: gl.constexpr, PACK: gl.constexpr,
-    PER_HEAD: gl.constexpr,
-):  # fmt: skip
-    """(tokens, slopes, the mask's rows) of a tile's rows: ALiBi's factors in the units of s, f32; pointers to f16.
-
-    Of positions (see logits) their positions instead of pointers.
-    """
-    token = row // PACK
-    head = i_group * PACK + row % PACK
-    slope = token.to(gl.float32)
-    p_rows = token
-    if by_position(SEES):
-        behind, p_slopes, _, _ = mask
-        p_rows = behind + token
-        if sees(SEES, "alibi"):
-            slope = gl.load(p_slopes + head, mask=token < n_q, other=0.0) * (LOG2E if SOFTCAP else LOG2E / factor)
-    if SEES == "mask":
-        p_mask, p_slopes, sm_t, sm_h, sm_s, m2, m3 = mask
-        # In the units of s, which so stays exact where the mask adds 0.
-        slope = gl.load(p_slopes + head, mask=token < n_q, other=0.0) * (LOG2E if SOFTCAP else LOG2E / factor)
-        mask_row = (i_seq % m3).to(gl.int64) * sm_s + token.to(gl.int64) * sm_t
-        if PER_HEAD:
-            mask_row += (head % m2).to(gl.int64) * sm_h
-        p_rows = p_mask + mask_row
-    return token, slope, p_rows
-
-
-@gluon.jit
-def load_bias(bias, p_mask_rows, m_rows, visits, i, i_key, n_kv, BLOCK_N: gl.constexpr, SEES: gl.constexpr):
-    """The mask of the i-th k-block of the list, f32; `bias`, zeros, where it is full."""
-    if SEES == "mask":
-        p_list, run_first, run, n_full, _ = visits
-        if i >= n_full:
-            col = block_of_run(p_list, i, run_first, run) * BLOCK_N + i_key
-            bias = gl.load(p_mask_rows + col, mask=m_rows & (col < n_kv), other=NEG_INF).to(gl.float32)
-    return bias
-
-
-@gluon.jit
-def logits(
-    s, bias, mask, p_mask_rows, slope, i, i_key, n_kv, factor, softcap, BLOCK_N: gl.constexpr, SOFTCAP: gl.constexpr,
-    SEES: gl.constexpr,
-):  # fmt: skip
-    """Scores soft-capped, with the mask added; -inf where a key is hidden.
-
-    SEES: "mask"; "", all keys; "position" and any of "causal", "window" and "alibi": what follows from the positions of
-    keys and rows (p_mask_rows, see mask_rows).
-    """
-    if SOFTCAP:
-        s = (softcap * LOG2E) * tanh(s * factor)
-    if by_position(SEES):
-        key = i * BLOCK_N + i_key
-        _, _, window, first_key = mask
-        seen = (key >= first_key) & (key < n_kv)
-        if sees(SEES, "causal"):
-            seen = seen & (key <= p_mask_rows)
-        if sees(SEES, "window"):
-            seen = seen & (key > p_mask_rows - window)
-        if sees(SEES, "alibi"):
-            s -= slope * gl.maximum(key - p_mask_rows, p_mask_rows - key).to(gl.float32)
-        return gl.where(seen, s, NEG_INF)
-    elif SEES == "mask":  # where the mask is -inf, so is the logit, whatever q.k is
-        return gl.where(bias == NEG_INF, NEG_INF, s + slope * bias)
-    else:
-        return gl.where(i * BLOCK_N + i_key < n_kv, s, NEG_INF)
-
-
-@gluon.jit
-def softmax_step(s, m, factor, AXIS: gl.constexpr, SOFTCAP: gl.constexpr):
-    """(weights, m, factor on earlier sums) of one k-block.
-
-    m is in the units of s, so that the largest logit's weight is exactly 1, as forward.py has it.
-    """
-    m_new = gl.maximum(m, gl.max(s, AXIS))
-    top = gl.where(m_new == NEG_INF, 0.0, m_new)  # a row may be all -inf so far
-    if SOFTCAP:
-        p = gl.exp2(s - gl.expand_dims(top, AXIS))
-        alpha = gl.exp2(m - top)
-    else:
-        p = gl.exp2((s - gl.expand_dims(top, AXIS)) * factor)
-        alpha = gl.exp2((m - top) * factor)
-    return p, m_new, alpha
 
 
 @gluon.jit
@@ -413,7 +325,7 @@ def way_sums(
         q, row = turned_rows(queries, new, i_seq, i_group, n_kv, BLOCK_N, D, K_KIND, V_KIND, PACK, APPEND, N_DIMS)
     else:
         token_q, p_row = query_rows(queries, axis_index(query_layout(D, W, K_KIND), 3, 1, ROWS), i_group, PACK)
-        q = load_q(p_q, p_row, token_q < n_q, sign, D, K_KIND, dot_dtype(K_KIND))
+        q = load_q(p_q, p_row, token_q < n_q, sign, D, K_KIND, dot_dtype(K_KIND), False)
 
     i_row = row0 + axis_index(MMA, 3, 1, ROWS)
     token, slope, p_mask_rows = mask_rows(
@@ -436,7 +348,7 @@ def way_sums(
         if APPEND != "":
             if i == at:
                 put_row(ring_k, buffer, key_of_row(row, caches, visits, i, BLOCK_N, SEES), row[0], NW, D)
-        s = mma_v2(q, load_k(ring_k, buffer, NW, D, K_KIND), zero)
+        s = mma_v2(q, load_k(ring_k, buffer, NW, D, K_KIND, sk_n), zero)
         s = logits(
             s, bias, mask, p_mask_rows, slope, i, i_key, n_kv, factor, softcap, BLOCK_N, SOFTCAP, SEES
         )  # fmt: skip
@@ -449,7 +361,7 @@ def way_sums(
             if i == at:
                 put_row(ring_v, buffer, key_of_row(row, caches, visits, i, BLOCK_N, SEES), row[1], NW, D)
             at = gl.where(has_row(row, visits, i + STAGES, SEES), i + STAGES, at)
-        acc = mma_v2(p, load_v(ring_v, buffer, NW, D, V_KIND), acc)
+        acc = mma_v2(p, load_v(ring_v, buffer, NW, D, V_KIND, sv_n), acc)
         copy_block(
             caches, visits, i + STAGES, buffer, sk_n, sv_n, NW, D, K_KIND, V_KIND, BLOCK_N, SEES, PAGE, PDL, True
         )  # fmt: skip
@@ -523,15 +435,6 @@ def column_sums(
 
 
 @gluon.jit
-def query_rows(queries, row, i_group, PACK: gl.constexpr):
-    """(tokens, offsets in the sequence's q) of a tile's rows."""
-    _, sq_t, sq_h, row0, _, _ = queries
-    token = (row0 + row) // PACK
-    head = i_group * PACK + (row0 + row) % PACK
-    return token, token.to(gl.int64) * sq_t + head.to(gl.int64) * sq_h
-
-
-@gluon.jit
 def load_rows(queries, i_group, D: gl.constexpr, PACK: gl.constexpr):
     """A tile's rows of Q times sign, f32 [16, D], each thread with four columns side by side; rows past n_q are 0."""
     L: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [gl.num_warps(), 1], [1, 0])
@@ -547,66 +450,3 @@ def lane_sums(p):
     """Row sums of [16, n] in column_mma_layout as far as a thread has them, so that none waits: [16, 4 W]."""
     W: gl.constexpr = gl.num_warps()
     return gl.sum(gl.sum(gl.reshape(p, [ROWS, p.shape[1] // (8 * W), 4 * W, 2]), 3), 1)
-
-
-@gluon.jit
-def copy_block(
-    caches, visits, i, buffer, sk_n: gl.constexpr, sv_n: gl.constexpr, NW: gl.constexpr, D: gl.constexpr,
-    K_KIND: gl.constexpr, V_KIND: gl.constexpr, BLOCK_N: gl.constexpr, SEES: gl.constexpr, PAGE: gl.constexpr,
-    PDL: gl.constexpr, BOTH: gl.constexpr,
-):  # fmt: skip
-    """Starts the copies of the i-th k-block of the list, as two groups: K, V. Empty ones if i is not below high.
-
-    Of positions (see logits) i is the k-block itself; PAGE: keys of a page, 0 for keys that lie one after the other.
-    BOTH: full k-blocks have code of their own.
-    """
-    ring_k, ring_v, p_kh, p_vh, where, n_kv = caches
-    _, _, _, _, high = visits
-    SKIP: gl.constexpr = "bits" if SEES == "mask" else "first" if by_position(SEES) else ""
-    if i < high:
-        i_kb = i
-        hidden = i
-        full = i < 0
-        if SEES == "mask":
-            p_list, run_first, run, n_full, _ = visits
-            i_kb = block_of_run(p_list, i, run_first, run)
-            hidden = seen_bits(where + i_kb * (BLOCK_N // 32), i >= n_full, NW)
-        left = n_kv - i_kb * BLOCK_N
-        row = first_row(i_kb, BLOCK_N).to(gl.int64)
-        k_pages, v_pages = (), ()
-        if by_position(SEES):
-            first_key, p_table, max_blocks, n_pages, sk_p, sv_p = where
-            hidden = first_key - i_kb * BLOCK_N
-            full = (left >= BLOCK_N) & (hidden <= 0)
-            if PAGE >= BLOCK_N:
-                page = page_of(p_table, i_kb * BLOCK_N // PAGE, n_pages, max_blocks).to(gl.int64)
-                row = (i_kb * BLOCK_N % PAGE).to(gl.int64)
-                p_kb = p_kh + (page * sk_p + row * sk_n)
-                p_vb = p_vh + (page * sv_p + row * sv_n)
-            elif PAGE > 0:
-                k_pages = (p_table, i_kb * (BLOCK_N // PAGE), max_blocks, n_pages, sk_p)
-                v_pages = (p_table, i_kb * (BLOCK_N // PAGE), max_blocks, n_pages, sv_p)
-                p_kb = p_kh
-                p_vb = p_vh
-            else:
-                p_kb = p_kh + row * sk_n
-                p_vb = p_vh + row * sv_n
-        else:
-            _, _, _, n_full, _ = visits
-            full = i < n_full
-            p_kb = p_kh + row * sk_n
-            p_vb = p_vh + row * sv_n
-        SMALL: gl.constexpr = PAGE if PAGE < BLOCK_N else 0
-        if BOTH and full:
-            copy_tile(ring_k, p_kb, left, hidden, k_pages, sk_n, NW, D, K_KIND, False, SKIP, SMALL, buffer)
-            async_copy.commit_group()
-            copy_tile(ring_v, p_vb, left, hidden, v_pages, sv_n, NW, D, V_KIND, False, SKIP, SMALL, buffer)
-        else:
-            copy_tile(ring_k, p_kb, left, hidden, k_pages, sk_n, NW, D, K_KIND, True, SKIP, SMALL, buffer)
-            async_copy.commit_group()
-            copy_tile(ring_v, p_vb, left, hidden, v_pages, sv_n, NW, D, V_KIND, True, SKIP, SMALL, buffer)
-    else:
-        async_copy.commit_group()
-        if PDL:
-            gdc_launch_dependents()
-    async_copy.commit_group()

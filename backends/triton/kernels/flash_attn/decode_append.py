@@ -138,7 +138,8 @@ def copy_early(
                 first = gl.arange(0, W, layout=L) * NW
                 p_words = p_bits + i_kb * (BLOCK_N // 32) + first // 32
                 partial = (i >= n_full) & (first >= 0)
-                hidden = gl.load(p_words, mask=partial, other=-1, cache_modifier=".cg") >> (first % 32)
+                words = gl.load(p_words, mask=partial, other=-1, cache_modifier=".cg") >> (first % 32)
+                hidden = (words, p_words, partial)  # as seen_bits has them
             left = n_kv - i_kb * BLOCK_N
             at = first_row(i_kb, BLOCK_N).to(gl.int64)
             copy_fresh(ring_k, p_kh + at * sk_n, left, hidden, sk_n, NW, D, SKIP, buffer)

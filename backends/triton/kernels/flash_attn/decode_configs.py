@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from graphrt.backends.triton.kernels.flash_attn.decode_layouts import ROWS
+from graphrt.backends.triton.kernels.flash_attn.decode_layouts import ROWS, THIN_ROWS
 from graphrt.backends.triton.occupancy import MULTIPROCESSORS, RESERVED
 from graphrt.dtypes import FLOATS8
 
@@ -15,12 +15,13 @@ from graphrt.dtypes import FLOATS8
 @dataclass(frozen=True)
 class Config:
     """block_n: keys a k-block; warps: ways; stages: k-blocks in flight; per_sm: programs that a
-    multiprocessor of Hopper's holds, see programs_held."""
+    multiprocessor of Hopper's holds, see programs_held; registers: the most that a thread may have, 0: no bound."""
 
     block_n: int
     warps: int
     stages: int
     per_sm: int
+    registers: int = 0
 
     @property
     def block_m(self) -> int:
@@ -48,6 +49,12 @@ CONFIGS: dict[tuple[int, str], Config] = {
 MANY_TILES: dict[tuple[int, str], Config] = {(128, "half"): Config(128, 4, 1, 3)}
 #: By head size, of K and V that are both f16 or bf16: heads whose columns are shared out among the warps.
 COLUMNS: dict[int, Config] = {256: Config(32, 4, 6, 1)}
+#: By head size and kind, of K and V that have none of f16 and bf16: decode_thin.py's. More warps hide what unpacking
+#: waits for, so registers are bounded. (q8_0 gains nothing by more warps: BENCHMARKS.md, "What bounds q8_0 and q4_0".)
+THIN: dict[tuple[int, str], Config] = {
+    (128, "f8"): Config(64, 4, 3, 3, 168),
+    (128, "q4_0"): Config(64, 4, 3, 3, 168),
+}
 KINDS = ("f16", "bf16", *FLOATS8, "q8_0", "q4_0")
 
 
@@ -56,12 +63,21 @@ def owns_columns(d: int, k_kind: str, v_kind: str) -> bool:
     return d in COLUMNS and all(k in ("f16", "bf16") for k in (k_kind, v_kind))
 
 
-def find_decode_config(d: int, k_kind: str, v_kind: str, tiles_a_multiprocessor: int = 1) -> Config:
-    """The configuration for a head size and the types of K and V."""
+def is_thin(rows: int, k_kind: str, v_kind: str) -> bool:
+    """Whether a tile of so many query rows takes decode_thin.py's loop."""
+    return rows <= THIN_ROWS.value and not {k_kind, v_kind} & {"f16", "bf16"}
+
+
+def find_decode_config(
+    d: int, k_kind: str, v_kind: str, tiles_a_multiprocessor: int = 1, rows: int = 16
+) -> Config:  # fmt: skip
+    """The configuration for a head size and the types of K and V. rows: query rows of a tile."""
     if owns_columns(d, k_kind, v_kind):
         return COLUMNS[d]
     kinds = ("half" if k in ("f16", "bf16") else "f8" if k in FLOATS8 else k for k in (k_kind, v_kind))
     key = d, min(kinds, key=("half", "f8", "q8_0", "q4_0").index)
+    if is_thin(rows, k_kind, v_kind) and key in THIN:
+        return THIN[key]
     many = MANY_TILES.get(key)
     return many if many is not None and tiles_a_multiprocessor >= many.per_sm else CONFIGS[key]
 
@@ -69,14 +85,9 @@ def find_decode_config(d: int, k_kind: str, v_kind: str, tiles_a_multiprocessor:
 def shared_bytes(d: int, k_kind: str, v_kind: str, config: Config) -> int:
     """Shared memory of a program."""
     rows: int = ROWS.value
-    per_block = {
-        "f16": 64,
-        "bf16": 64,
-        "q8_0": 36,
-        "q4_0": 20,
-        **dict.fromkeys(FLOATS8, 32),
-    }  # of 32 values, heads included
-    ring = config.stages * config.block_n * (d // 32) * (per_block[k_kind] + per_block[v_kind])
+    # Of a row; those of blocks with a unit for scales and neighbours, see decode_layouts.py's row_units.
+    row = {"f16": 2 * d, "bf16": 2 * d, "q8_0": d + 16, "q4_0": d // 2 + 16, **dict.fromkeys(FLOATS8, d)}
+    ring = config.stages * config.block_n * (row[k_kind] + row[v_kind])
     if owns_columns(d, k_kind, v_kind):  # while Q or weights pass through
         return ring + rows * max(d * 2, config.block_n * 2 + 64)
     join = config.warps * rows * (d + 2) * 4
@@ -125,13 +136,16 @@ def config_for(p: Any, rows: int, tiles_a_multiprocessor: int, hopper: bool) -> 
         if x.kind in FLOATS8 and not hopper:
             return f"it reads {x.kind} by an instruction that GPUs before sm_90 may lack"
         # What Triton must know to copy 16 bytes at once: of an address that they are its unit, of an element count that
-        # 16 divides it (of words, where values are of 8 bits). Quantized rows are copied by words.
+        # 16 divides it (of words, where values are of 8 bits). Rows of blocks are copied by words, or by 16 bytes
+        # with what else of their neighbours is in these.
         row, far = (16, 32) if half else (16, 64) if x.kind in FLOATS8 else (4, 4)
         if any(n % row for n in (t.nb[1], p.place(t)[1])):
             return f"keys of {x.kind} must be whole {row} bytes apart"
+        if not (half or x.kind in FLOATS8) and t.nb[1] % 16 == 0 and (p.place(t)[1] % 16 or t.nb[3] % 16):
+            return f"keys of {x.kind} that are whole 16 bytes apart must begin so, in each sequence or page"
         if any(n % far for n in t.nb[2:]):
             return f"heads and sequences of {x.kind} must be whole {far} bytes apart"
-    config = find_decode_config(k.d, k.kind, v.kind, tiles_a_multiprocessor)
+    config = find_decode_config(k.d, k.kind, v.kind, tiles_a_multiprocessor, rows)
     if max(t.nb[1] for t in (p.k_t, p.v_t)) * config.block_n >= 2**31:
         return "a k-block's keys lie over more than 2 GiB"
     return config

@@ -32,11 +32,12 @@ def normalized(m, l, sink):
 
 @gluon.jit
 def joined_ways(m, l, acc, D: gl.constexpr, KIND: gl.constexpr):
-    """The ways' sums as one: way_sums' to f32 [16, 1], [16, 1], [16, D]."""
+    """The ways' sums as one: way_sums' to f32 [R, 1], [R, 1], [R, D], R rows."""
     W: gl.constexpr = gl.num_warps()
-    L: gl.constexpr = join_layout(D, W)
-    sums = gl.allocate_shared_memory(gl.float32, [2, W, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
-    rows = gl.allocate_shared_memory(gl.float32, [W, ROWS, D], join_shared(D, W, KIND))
+    R: gl.constexpr = m.shape[1]
+    L: gl.constexpr = join_layout(D, W, R)
+    sums = gl.allocate_shared_memory(gl.float32, [2, W, R], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    rows = gl.allocate_shared_memory(gl.float32, [W, R, D], join_shared(D, W, KIND, R))
     sums.index(0).store(m)
     sums.index(1).store(l)
     rows.store(acc)
@@ -56,18 +57,20 @@ def deliver(
     LAYOUT: gl.constexpr, PACK: gl.constexpr, D: gl.constexpr, KIND: gl.constexpr, HAS_MASK: gl.constexpr,
     UNIFORM: gl.constexpr, JOIN: gl.constexpr, JOIN_PARTS: gl.constexpr,
 ):  # fmt: skip
-    """Writes a segment's result, or its part of it. m, l: [16, 1]; acc: [16, D] in LAYOUT, slots' order.
+    """Writes a segment's result, or its part of it. m, l: [R, 1]; acc: [R, D] in LAYOUT, slots' order;
+    R rows of a tile of 16.
 
     first_token: of the result, that of the sequence's n_q; row0: the tile's first row of the sequence's. With JOIN the
     last of a tile's programs to write its part joins them all.
     """
-    i_row = axis_index(LAYOUT, 2, 0, ROWS)
+    R: gl.constexpr = m.shape[0]
+    i_row = axis_index(LAYOUT, 2, 0, R)
     i_slot = axis_index(LAYOUT, 2, 1, D)
     token = (row0 + i_row) // PACK
     head = i_group * PACK + (row0 + i_row) % PACK
     m_row = token < n_q
     if whole:
-        sink = gl.full([ROWS, 1], NEG_INF, gl.float32, layout=LAYOUT)
+        sink = gl.full([R, 1], NEG_INF, gl.float32, layout=LAYOUT)
         if has_sinks != 0:
             sink = gl.load(p_sinks + head, mask=m_row, other=NEG_INF) * LOG2E
         lse, scale = normalized(m, l, sink)

@@ -13,6 +13,7 @@ from graphrt.backends.triton.kernels.flash_attn.decode import flash_attn_decode,
 from graphrt.backends.triton.kernels.flash_attn.decode_configs import (
     Config,
     config_for,
+    is_thin,
     owns_columns,
     programs_held,
     shared_bytes,
@@ -67,8 +68,14 @@ def arguments(
         **with_words(main), "D": main["D_K"], "STAGES": config.stages, "p_runs": runs, "p_counter": counter,
         "JOIN": join[0], "JOIN_PARTS": join[1], "PLAN_EARLY": early and PLAN_EARLY,
         "COLUMNS": owns_columns(main["D_K"], main["K_KIND"], main["V_KIND"]),
+        "THIN": is_thin(main["n_q"] * main["PACK"], main["K_KIND"], main["V_KIND"]),
     }  # fmt: skip
     return {name: known[name] for name in flash_attn_decode.arg_names}
+
+
+def bounded(config: Config) -> dict[str, Any]:
+    """The launch's option that bounds a thread's registers."""
+    return {"maxnreg": config.registers} if config.registers else {}
 
 
 class Decode(AttentionKernel[Problem, MaskPlan]):
@@ -114,10 +121,11 @@ class Decode(AttentionKernel[Problem, MaskPlan]):
         runs = plan.runs if plan is not None else args["p_counts"]
         counters = scratch.counters(self.tiling.n_tiles)
         known = arguments(args, self.config, runs, counters, self.join, plan_is_old)
-        options = launch_options(self.target, self.config.warps)
+        options = launch_options(self.target, self.config.warps) | bounded(self.config)
         kernel = flash_attn_decode
         if self.appended is not None:
-            kernel, known = flash_attn_decode_append, known | self.appended
+            kernel = flash_attn_decode_append
+            known = {name: value for name, value in known.items() if name != "THIN"} | self.appended
         main = Launch(kernel, (args["programs"],), known, options, fewer)
         if not self.shares_out or self.join[0] > 0:
             return [main]

@@ -13,6 +13,7 @@ from graphrt.backends.triton.kernels.common.float8 import is_float8
 from graphrt.backends.triton.kernels.common.gluon_layouts import log2
 
 ROWS = gl.constexpr(16)  # query rows of a tile: the M of mma.sync
+THIN_ROWS = gl.constexpr(8)  # of a tile that has no more: its N
 
 
 @gluon.constexpr_function
@@ -39,8 +40,74 @@ def word_bits(D, KIND):
 
 @gluon.constexpr_function
 def chunk_bits(D, KIND, LANE_BITS):
-    """Of these, the low ones that number the words a lane reads at once: what the lanes leave, at most 16 bytes."""
-    return min(2, word_bits(D, KIND) - LANE_BITS)
+    """Of these, the low ones that number the words a lane reads at once: what the lanes leave, at most 16 bytes.
+
+    Rows of blocks lie off words as they do in memory: there a lane reads single words.
+    """
+    return min(2, word_bits(D, KIND) - LANE_BITS) if is_float8(KIND) else 0
+
+
+@gluon.constexpr_function
+def unit_words(STRIDE):
+    """Words that one copy of a row of blocks brings. STRIDE: words from a key to the next."""
+    return 4 if STRIDE % 4 == 0 else 1
+
+
+@gluon.constexpr_function
+def row_units(D, KIND, STRIDE):
+    """(units of a row's values, and behind them) of its copies: the values' words, and in units of 16 bytes one unit
+    more, for scales and for words of the neighbours that a row of no whole 16 bytes shares its units with."""
+    unit, words = unit_words(STRIDE), D // 32 * words_a_block(KIND)
+    return words // unit, (1 if unit == 4 else D // 64)
+
+
+@gluon.constexpr_function
+def unit_copy_layout(UNIT, W):
+    """[n, UNIT]: a unit a lane, consecutive lanes along the row."""
+    return gl.BlockedLayout([1, UNIT], [32, 1], [W, 1], [1, 0])
+
+
+@gluon.constexpr_function
+def flat_shared(rank):
+    """Shared memory in which elements lie in order."""
+    return gl.SwizzledSharedLayout(1, 1, 1, list(range(rank - 1, -1, -1)))
+
+
+@gluon.constexpr_function
+def _padded(pairs, shape):
+    """Elements in order, and after so many of them so many words: pairs of both, sums where intervals are the same."""
+    found = {}
+    for interval, padding in pairs:
+        found[interval] = found.get(interval, 0) + padding
+    known = [[interval, padding] for interval, padding in found.items() if padding > 0]
+    return gl.PaddedSharedLayout.with_identity_for(known, list(shape), list(range(len(shape) - 1, -1, -1)))
+
+
+@gluon.constexpr_function
+def values_shared(D, NW, W, KIND, STRIDE):
+    """[W, NW, NB, J] of rows of blocks as they lie in memory, seen from the word behind a row's first: after each two
+    blocks' 2J words of values lies one with what is between them, and a row ends with its last unit."""
+    J, NB = words_a_block(KIND), D // 32
+    rest = 4 - NB // 2 if unit_words(STRIDE) == 4 else 0
+    return _padded([(2 * J, 1), (NB * J, rest)], (W, NW, NB, J))
+
+
+@gluon.constexpr_function
+def heads_shared(D, NW, W, KIND, STRIDE):
+    """[W, NW, NB, 2] of the same rows, seen from a row's first word: elements 0 are the blocks' heads, J words apart
+    and of each second block one more. (What is between two elements is there so that 0 and 1 are not read at once.)"""
+    J, NB = words_a_block(KIND), D // 32
+    rest = 4 - NB // 2 if unit_words(STRIDE) == 4 else 0
+    return _padded([(1, 1), (2, J - 4), (4, 1), (2 * NB, rest)], (W, NW, NB, 2))
+
+
+@gluon.constexpr_function
+def heads_layout(D, NW, W, KIND, IS_V):
+    """[W, NW, NB, 2] where each lane has the heads of its words, elements 0 and 1 in registers."""
+    words = value_words_layout(D, NW, W, KIND) if IS_V else key_words_layout(D, NW, W, KIND)
+    regs = [[0, 0, 0, 1]] + [[*b[:3], 0] for b in words.reg_bases if any(b[:3])]
+    lanes = [[*b[:3], 0] for b in words.lane_bases]
+    return gl.DistributedLinearLayout(regs, lanes, way_bases(W, 4), [], [W, NW, D // 32, 2])
 
 
 @gluon.constexpr_function
@@ -123,27 +190,9 @@ def words_shared(D, NW, W, KIND, IS_V):
 
 
 @gluon.constexpr_function
-def heads_shared(D, NW, W, KIND, IS_V):
-    """Shared memory of the heads [W, NW, NB]: what a lane reads side by side where that is possible."""
-    words = value_words_layout(D, NW, W, KIND) if IS_V else key_words_layout(D, NW, W, KIND)
-    regs = [b[:3] for b in words.reg_bases if any(b[:3])]
-    lanes = [b[:3] for b in words.lane_bases if any(b[:3])]
-    return gl.SharedLinearLayout(regs[:2] + lanes + regs[2:] + way_bases(W, 3))
-
-
-@gluon.constexpr_function
-def copy_layout(shape):
-    """Which thread copies what of [W, NW, ..]: consecutive lanes along the last axes, each warp its own keys."""
-    rank = len(shape)
-    bases = []
-    for axis in reversed(range(1, rank)):
-        bases += [[1 << i if a == axis else 0 for a in range(rank)] for i in range(log2(shape[axis]))]
-    return gl.DistributedLinearLayout(bases[5:], bases[:5], way_bases(shape[0], rank), [], list(shape))
-
-
-@gluon.constexpr_function
 def wide_copy_layout(shape):
-    """The same with four words a lane side by side: copies of 16 bytes."""
+    """Which thread copies what of [W, NW, ..]: four words a lane side by side, copies of 16 bytes, consecutive lanes
+    along the last axes, each warp its own keys."""
     rank = len(shape)
     bases = []
     for axis in reversed(range(1, rank)):
@@ -161,8 +210,8 @@ def half_copy_layout(D, W):
 
 
 @gluon.constexpr_function
-def query_layout(D, W, KIND):
-    """Q [W, 16, D slots] as the first operand of Q K^T has it, a slot's place being where K's bytes lie.
+def query_layout(D, W, KIND, R=16):
+    """Q [W, R rows, D slots] as an operand of Q K^T has it, a slot's place being where K's bytes lie.
 
     A byte a value: slot 4 * word + byte; q4_0: slot 8 * word + 2 * byte + half.
     """
@@ -178,30 +227,31 @@ def query_layout(D, W, KIND):
         rest = [1 << i for i in range(log2(D)) if 1 << i not in (*regs, *lanes)]
     columns = [[0, 0, b] for b in regs + rest]
     rows = [[0, 1, 0], [0, 2, 0], [0, 4, 0]]
+    more = [[0, 8, 0]] if R == 16 else []
     return gl.DistributedLinearLayout(
-        [columns[0], [0, 8, 0], *columns[1:]], [[0, 0, b] for b in lanes] + rows, way_bases(W, 3), [], [W, 16, D]
+        [columns[0], *more, *columns[1:]], [[0, 0, b] for b in lanes] + rows, way_bases(W, 3), [], [W, R, D]
     )
 
 
 @gluon.constexpr_function
-def join_layout(D, W):
-    """[W, 16, D] with all ways of an element in one thread, four columns a thread side by side, rows over warps."""
+def join_layout(D, W, R):
+    """[W, R rows, D] with all ways of an element in one thread, four columns a thread side by side, rows over warps."""
     columns = [[0, 0, 1 << i] for i in range(log2(D))]
-    rows = [[0, 1 << i, 0] for i in range(4)]
+    rows = [[0, 1 << i, 0] for i in range(log2(R))]
     lanes = (columns[2:7] + rows)[:5]
     rows = [r for r in rows if r not in lanes]
     w = log2(W)
     warps = rows[:w] + [[0, 0, 0]] * max(0, w - len(rows))
     return gl.DistributedLinearLayout(
-        columns[:2] + way_bases(W, 3) + columns[7:] + rows[w:], lanes, warps, [], [W, 16, D]
+        columns[:2] + way_bases(W, 3) + columns[7:] + rows[w:], lanes, warps, [], [W, R, D]
     )
 
 
 @gluon.constexpr_function
-def join_shared(D, W, KIND):
-    """Shared memory for [W, 16, D slots] f32, written from mma_layout (of V's order) and read in join_layout."""
+def join_shared(D, W, KIND, R):
+    """Shared memory for [W, R rows, D slots] f32, written from mma_layout (of V's order) and read in join_layout."""
     n = log2(D)
-    bases = [[0, 0, 1 << i] for i in range(n)] + [[0, 1 << i, 0] for i in range(4)] + way_bases(W, 3)
+    bases = [[0, 0, 1 << i] for i in range(n)] + [[0, 1 << i, 0] for i in range(log2(R))] + way_bases(W, 3)
     if is_half(KIND):  # lanes t lie in bank bits 1 and 2, so rows go to 3 and 4
         swaps = [(n, 3), (n + 1, 4)]
     else:  # lanes t and bit 0 of the row to bank bits 2 to 4, unless they are there

@@ -12,17 +12,22 @@ from graphrt.backends.triton.kernels.common.float8 import has_one_nan, is_float8
 from graphrt.backends.triton.kernels.common.gluon_layouts import axis_index, axis_layout
 from graphrt.backends.triton.kernels.flash_attn.decode_layouts import (
     chunk_bits,
-    copy_layout,
     dot_dtype,
+    flat_shared,
     half_copy_layout,
     has_bytes,
+    heads_layout,
     heads_shared,
     is_half,
     key_words_layout,
     mma_layout,
     query_layout,
+    row_units,
     slot_elements,
+    unit_copy_layout,
+    unit_words,
     value_words_layout,
+    values_shared,
     wide_copy_layout,
     words_shared,
 )
@@ -32,21 +37,28 @@ from graphrt.backends.triton.kernels.flash_attn.gluon_visits import key_offsets
 
 
 @gluon.jit
-def allocate(STAGES: gl.constexpr, NW: gl.constexpr, D: gl.constexpr, KIND: gl.constexpr, IS_V: gl.constexpr):
-    """The ring of K or V: (tiles, heads); only blocks have heads."""
+def allocate(
+    STAGES: gl.constexpr, NW: gl.constexpr, D: gl.constexpr, KIND: gl.constexpr, IS_V: gl.constexpr,
+    STRIDE: gl.constexpr, offset,
+):  # fmt: skip
+    """The ring of K or V: (tiles, words that rows lie behind their first unit); only rows of blocks lie so.
+
+    offset: of the first key of the sequence and head from the cache's first word, which lies on a unit.
+    """
     W: gl.constexpr = gl.num_warps()
     if is_half(KIND):
         layout: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [2, 1, 0])
-        tiles = gl.allocate_shared_memory(dot_dtype(KIND), [STAGES, W, NW, D], layout)
-        return tiles, tiles
+        return gl.allocate_shared_memory(dot_dtype(KIND), [STAGES, W, NW, D], layout), 0
+    elif is_float8(KIND):
+        words = gl.allocate_shared_memory(
+            gl.int32, [STAGES, W, NW, D // 32, words_a_block(KIND)], words_shared(D, NW, W, KIND, IS_V)
+        )
+        return words, 0
     else:
-        J: gl.constexpr = words_a_block(KIND)
-        words = gl.allocate_shared_memory(gl.int32, [STAGES, W, NW, D // 32, J], words_shared(D, NW, W, KIND, IS_V))
-        if is_float8(KIND):
-            heads = words
-        else:
-            heads = gl.allocate_shared_memory(gl.int32, [STAGES, W, NW, D // 32], heads_shared(D, NW, W, KIND, IS_V))
-        return words, heads
+        UNIT: gl.constexpr = unit_words(STRIDE)
+        UNITS: gl.constexpr = row_units(D, KIND, STRIDE)
+        shape: gl.constexpr = [STAGES * (UNITS[0] + UNITS[1]), W * NW * UNIT]
+        return gl.allocate_shared_memory(gl.int32, shape, flat_shared(1)), (offset & (UNIT - 1)).to(gl.int32)
 
 
 @gluon.jit
@@ -61,7 +73,7 @@ def copy_tile(
     bit is 0 (see seen_bits); "first", those before it; "", none.
     """
     W: gl.constexpr = gl.num_warps()
-    tiles, heads = ring
+    tiles, shift = ring
     if is_half(KIND):
         L: gl.constexpr = half_copy_layout(D, W)
         key = axis_index(L, 3, 0, W) * NW + axis_index(L, 3, 1, NW)
@@ -94,34 +106,42 @@ def copy_tile(
         else:
             async_copy.async_copy_global_to_shared(tiles.index(slot), pointers)
     else:
-        J: gl.constexpr = words_a_block(KIND)
-        NB: gl.constexpr = D // 32
-        LW: gl.constexpr = copy_layout([W, NW, NB, J])
-        key = axis_index(LW, 4, 0, W) * NW + axis_index(LW, 4, 1, NW)
-        nb = axis_index(LW, 4, 2, NB)
-        if PAGE == 0:
-            at = key * STRIDE
-        else:
-            S: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(3, LW))
-            at = gl.expand_dims(gl.expand_dims(block_offsets(S, pages, STRIDE, NW, PAGE), 2), 3)
-        pointers = p + (at + (nb // 2 * (2 * J + 1) + nb % 2 * J + 1 + axis_index(LW, 4, 3, J)))
-        LH: gl.constexpr = copy_layout([W, NW, NB])
-        key_h = axis_index(LH, 3, 0, W) * NW + axis_index(LH, 3, 1, NW)
-        nb_h = axis_index(LH, 3, 2, NB)
-        if PAGE == 0:
-            at_h = key_h * STRIDE
-        else:
-            SH: gl.constexpr = gl.SliceLayout(2, LH)
-            at_h = gl.expand_dims(block_offsets(SH, pages, STRIDE, NW, PAGE), 2)
-        pointers_h = p + (at_h + (nb_h // 2 * (2 * J + 1) + nb_h % 2 * J))
-        if MASKED:
-            mask = row_mask(LW, 4, key, left, hidden, NW, HIDES)
-            mask_h = row_mask(LH, 3, key_h, left, hidden, NW, HIDES)
-            async_copy.async_copy_global_to_shared(tiles.index(slot), pointers, mask)
-            async_copy.async_copy_global_to_shared(heads.index(slot), pointers_h, mask_h)
-        else:
-            async_copy.async_copy_global_to_shared(tiles.index(slot), pointers)
-            async_copy.async_copy_global_to_shared(heads.index(slot), pointers_h)
+        UNITS: gl.constexpr = row_units(D, KIND, STRIDE)
+        copy_units(ring, p, left, hidden, pages, STRIDE, NW, MASKED, HIDES, PAGE, slot, UNITS, 0)
+        copy_units(ring, p, left, hidden, pages, STRIDE, NW, MASKED, HIDES, PAGE, slot, UNITS, 1)
+
+
+@gluon.jit
+def copy_units(
+    ring, p, left, hidden, pages, STRIDE: gl.constexpr, NW: gl.constexpr, MASKED: gl.constexpr, HIDES: gl.constexpr,
+    PAGE: gl.constexpr, slot, UNITS: gl.constexpr, PART: gl.constexpr,
+):  # fmt: skip
+    """Starts the copies of rows of blocks, as they lie, the k-block's units one after the other: a first part of as
+    many as the values are long (PART 0), a second of what is left. Arguments: copy_tile's."""
+    words, shift = ring
+    N: gl.constexpr = NW * gl.num_warps()
+    UNIT: gl.constexpr = unit_words(STRIDE)
+    ALL: gl.constexpr = UNITS[0] + UNITS[1]
+    L: gl.constexpr = unit_copy_layout(UNIT, gl.num_warps())
+    i_unit = axis_index(L, 2, 0, N * UNITS[PART]) + PART * N * UNITS[0]
+    key = i_unit // ALL
+    if PAGE == 0:
+        at = key * STRIDE
+    else:
+        at = key_offsets(key, pages, STRIDE, PAGE)
+    # Of the difference, an operation of this function: what is said of an argument is lost when it is inlined.
+    pointers = gl.multiple_of(p - shift, 4 * UNIT) + (at + (i_unit % ALL * UNIT + axis_index(L, 2, 1, UNIT)))
+    target = words.index(slot * ALL + PART * UNITS[0])._reinterpret(gl.int32, [N * UNITS[PART], UNIT], flat_shared(2))
+    if MASKED:
+        mask = key < left
+        if HIDES == "first":
+            mask = mask & (key >= hidden)
+        if HIDES == "bits":
+            _, p_bits, partial = hidden
+            mask = mask & ((gl.load(p_bits + key // 32, mask=partial & mask, other=-1) >> (key % 32) & 1) != 0)
+        async_copy.async_copy_global_to_shared(target, pointers, mask)
+    else:
+        async_copy.async_copy_global_to_shared(target, pointers)
 
 
 @gluon.jit
@@ -139,7 +159,7 @@ def row_mask(LAYOUT: gl.constexpr, RANK: gl.constexpr, key, left, hidden, NW: gl
     if HIDES == "first":
         inside = inside & (key >= hidden)
     if HIDES == "bits":
-        words = gl.convert_layout(hidden, axis_layout(LAYOUT, RANK, 0))
+        words = gl.convert_layout(hidden[0], axis_layout(LAYOUT, RANK, 0))
         for i in gl.static_range(1, RANK):
             words = gl.expand_dims(words, i)
         inside = inside & (((words >> axis_index(LAYOUT, RANK, 1, NW)) & 1) != 0)
@@ -148,24 +168,27 @@ def row_mask(LAYOUT: gl.constexpr, RANK: gl.constexpr, key, left, hidden, NW: gl
 
 @gluon.jit
 def seen_bits(p_bits, partial, NW: gl.constexpr):
-    """The `seen` bits of each way's keys: int32 [W], bit i for key i of the way. p_bits: the k-block's first word.
-
-    All ones unless partial.
-    """
+    """The `seen` bits of a k-block's keys: (int32 [W], bit i for key i of the way, all ones unless partial; the
+    arguments p_bits, the k-block's first word, and partial)."""
     W: gl.constexpr = gl.num_warps()
     LAYOUT: gl.constexpr = gl.SliceLayout(1, gl.BlockedLayout([1, 1], [1, 32], [W, 1], [1, 0]))
     first = gl.arange(0, W, layout=LAYOUT) * NW
-    return gl.load(p_bits + first // 32, mask=partial & (first >= 0), other=-1) >> (first % 32)
+    return gl.load(p_bits + first // 32, mask=partial & (first >= 0), other=-1) >> (first % 32), p_bits, partial
 
 
 # --- operands ---
 
 
 @gluon.jit
-def load_q(p_q, p_row, m_row, sign, D: gl.constexpr, KIND: gl.constexpr, DOT: gl.constexpr):
-    """Q in the order of K's slots as the first operand: [W, 16, D]. p_row: int64 offsets [1, 16, 1]."""
+def load_q(
+    p_q, p_row, m_row, sign, D: gl.constexpr, KIND: gl.constexpr, DOT: gl.constexpr, THIN: gl.constexpr,
+):  # fmt: skip
+    """Q in the order of K's slots as the first operand: [W, 16, D]; THIN: of 8 rows as the second one, [W, D, 8].
+
+    p_row: int64 offsets [1, rows, 1]."""
     W: gl.constexpr = gl.num_warps()
-    L: gl.constexpr = query_layout(D, W, KIND)
+    R: gl.constexpr = 8 if THIN else 16
+    L: gl.constexpr = query_layout(D, W, KIND, R)
     column = slot_elements(axis_index(L, 3, 2, D), KIND) + axis_index(L, 3, 0, W) * 0
     q = gl.load(p_q + p_row + column, mask=m_row & (column >= 0), other=0.0)
     q = (q * sign).to(DOT)
@@ -173,13 +196,36 @@ def load_q(p_q, p_row, m_row, sign, D: gl.constexpr, KIND: gl.constexpr, DOT: gl
         q = q
     elif has_bytes(KIND):  # [rest, t, i, b1, b0] to steps' [rest, i], b1, t, b0
         V: gl.constexpr = 1 << chunk_bits(D, KIND, 2)
-        q = gl.reshape(q, [W, 16, D // (16 * V), 4, V, 2, 2])
-        q = gl.reshape(gl.permute(q, (0, 1, 2, 4, 5, 3, 6)), [W, 16, D])
+        q = gl.reshape(q, [W, R, D // (16 * V), 4, V, 2, 2])
+        q = gl.reshape(gl.permute(q, (0, 1, 2, 4, 5, 3, 6)), [W, R, D])
     else:  # [rest, t, i, b1, b0, half] to [rest, i, b0], half, t, b1
         U: gl.constexpr = 1 << chunk_bits(D, KIND, 2)
-        q = gl.reshape(q, [W, 16, D // (32 * U), 4, U, 2, 2, 2])
-        q = gl.reshape(gl.permute(q, (0, 1, 2, 4, 6, 7, 3, 5)), [W, 16, D])
-    return gl.convert_layout(q, gl.DotOperandLayout(0, mma_layout(W), 2), assert_trivial=True)
+        q = gl.reshape(q, [W, R, D // (32 * U), 4, U, 2, 2, 2])
+        q = gl.reshape(gl.permute(q, (0, 1, 2, 4, 6, 7, 3, 5)), [W, R, D])
+    if THIN:
+        q = gl.permute(q, (0, 2, 1))
+        return gl.convert_layout(q, gl.DotOperandLayout(1, mma_layout(W), 2), assert_trivial=True)
+    else:
+        return gl.convert_layout(q, gl.DotOperandLayout(0, mma_layout(W), 2), assert_trivial=True)
+
+
+@gluon.jit
+def load_rows_of_blocks(ring, slot, NW: gl.constexpr, D: gl.constexpr, KIND: gl.constexpr, STRIDE: gl.constexpr,
+                        IS_V: gl.constexpr, LAYOUT: gl.constexpr):  # fmt: skip
+    """(words [W, NW, NB, J] in LAYOUT, heads [W, NW, NB] in a slice of it) of a buffer."""
+    W: gl.constexpr = gl.num_warps()
+    J: gl.constexpr = words_a_block(KIND)
+    NB: gl.constexpr = D // 32
+    UNITS: gl.constexpr = row_units(D, KIND, STRIDE)
+    UNIT: gl.constexpr = unit_words(STRIDE)
+    tiles, shift = ring
+    row = tiles.index(slot * (UNITS[0] + UNITS[1]))._reinterpret(gl.int32, [W * NW * UNIT, 1], flat_shared(1))
+    SHARED: gl.constexpr = values_shared(D, NW, W, KIND, STRIDE)
+    words = row.index(shift + 1)._reinterpret(gl.int32, [W, NW, NB, J], SHARED).load(LAYOUT)
+    HEADS: gl.constexpr = heads_shared(D, NW, W, KIND, STRIDE)
+    heads = row.index(shift)._reinterpret(gl.int32, [W, NW, NB, 2], HEADS).load(heads_layout(D, NW, W, KIND, IS_V))
+    head, _ = gl.split(heads)
+    return words, gl.convert_layout(head, gl.SliceLayout(3, LAYOUT), assert_trivial=True)
 
 
 @gluon.jit
@@ -190,11 +236,13 @@ def whole_words(words, heads, LAYOUT: gl.constexpr, NB: gl.constexpr, J: gl.cons
 
 
 @gluon.jit
-def load_k(ring, slot, NW: gl.constexpr, D: gl.constexpr, KIND: gl.constexpr):
-    """A k-block of K as the second operand of Q K^T: [W, D, NW]."""
+def load_k(
+    ring, slot, NW: gl.constexpr, D: gl.constexpr, KIND: gl.constexpr, STRIDE: gl.constexpr, THIN: gl.constexpr = False,
+):  # fmt: skip
+    """A k-block of K as the second operand of Q K^T: [W, D, NW]; THIN: as the first of K Q^T, [W, NW, D]."""
     W: gl.constexpr = gl.num_warps()
-    OPERAND: gl.constexpr = gl.DotOperandLayout(1, mma_layout(W), 2)
-    tiles, heads = ring
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0 if THIN else 1, mma_layout(W), 2)
+    tiles, _ = ring
     if is_half(KIND):
         return tiles.index(slot).permute((0, 2, 1)).load(OPERAND)
     else:
@@ -202,10 +250,11 @@ def load_k(ring, slot, NW: gl.constexpr, D: gl.constexpr, KIND: gl.constexpr):
         J: gl.constexpr = words_a_block(KIND)
         NB: gl.constexpr = D // 32
         V: gl.constexpr = 1 << chunk_bits(D, KIND, 2)
-        words = tiles.index(slot).load(L)
-        dd = words
-        if not is_float8(KIND):
-            head = heads.index(slot).load(gl.SliceLayout(3, L))
+        if is_float8(KIND):
+            words = tiles.index(slot).load(L)
+            dd = words
+        else:
+            words, head = load_rows_of_blocks(ring, slot, NW, D, KIND, STRIDE, False, L)
             odd = (gl.arange(0, NB, layout=axis_layout(gl.SliceLayout(3, L), 3, 2)) & 1) != 0
             which = gl.expand_dims(gl.expand_dims(gl.where(odd, 0x3232, 0x1010), 0), 1)
             head, which = gl.broadcast(head, which)
@@ -218,21 +267,27 @@ def load_k(ring, slot, NW: gl.constexpr, D: gl.constexpr, KIND: gl.constexpr):
             a, b, c, d = float8_words(words, KIND) if is_float8(KIND) else key_bytes(words, dd)
             x = gl.join(gl.join(a, c), gl.join(b, d))  # [W, NW, NB, J, b1, b0]
             x = gl.reshape(x, [W, NW, D // (16 * V), 4, V, 2, 2])  # .., rest, t, i, b1, b0
-            x = gl.permute(x, (0, 2, 4, 5, 3, 6, 1))
+            x = gl.permute(x, (0, 1, 2, 4, 5, 3, 6))
         else:
             a, a1, b, b1, c, c1, d, d1 = key_nibbles(words, dd)
             x = gl.join(gl.join(gl.join(a, c), gl.join(b, d)), gl.join(gl.join(a1, c1), gl.join(b1, d1)))
             x = gl.reshape(x, [W, NW, D // (32 * V), 4, V, 2, 2, 2])  # .., rest, t, i, b1, b0, half
-            x = gl.permute(x, (0, 2, 4, 6, 7, 3, 5, 1))
-        return gl.convert_layout(gl.reshape(x, [W, D, NW]), OPERAND, assert_trivial=True)
+            x = gl.permute(x, (0, 1, 2, 4, 6, 7, 3, 5))
+        x = gl.reshape(x, [W, NW, D])
+        if not THIN:
+            x = gl.permute(x, (0, 2, 1))
+        return gl.convert_layout(x, OPERAND, assert_trivial=True)
 
 
 @gluon.jit
-def load_v(ring, slot, NW: gl.constexpr, D: gl.constexpr, KIND: gl.constexpr):
-    """A k-block of V as the second operand of P V: [W, NW, D], columns in the order that slot_order undoes."""
+def load_v(
+    ring, slot, NW: gl.constexpr, D: gl.constexpr, KIND: gl.constexpr, STRIDE: gl.constexpr, THIN: gl.constexpr = False,
+):  # fmt: skip
+    """A k-block of V as the second operand of P V: [W, NW, D], columns in the order that slot_order undoes; THIN:
+    as the first of V^T P^T, [W, D, NW]."""
     W: gl.constexpr = gl.num_warps()
-    OPERAND: gl.constexpr = gl.DotOperandLayout(1, mma_layout(W), 2)
-    tiles, heads = ring
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0 if THIN else 1, mma_layout(W), 2)
+    tiles, _ = ring
     if is_half(KIND):
         return tiles.index(slot).load(OPERAND)
     else:
@@ -240,10 +295,11 @@ def load_v(ring, slot, NW: gl.constexpr, D: gl.constexpr, KIND: gl.constexpr):
         J: gl.constexpr = words_a_block(KIND)
         NB: gl.constexpr = D // 32
         V: gl.constexpr = 1 << chunk_bits(D, KIND, 3)
-        words = tiles.index(slot).load(L)
-        dd = words
-        if not is_float8(KIND):
-            head = heads.index(slot).load(gl.SliceLayout(3, L))
+        if is_float8(KIND):
+            words = tiles.index(slot).load(L)
+            dd = words
+        else:
+            words, head = load_rows_of_blocks(ring, slot, NW, D, KIND, STRIDE, True, L)
             odd = (gl.arange(0, NB, layout=axis_layout(gl.SliceLayout(3, L), 3, 2)) & 1) != 0
             which = gl.expand_dims(gl.expand_dims(gl.where(odd, 0x7632, 0x5410), 0), 1)
             head, which = gl.broadcast(head, which)
@@ -262,20 +318,23 @@ def load_v(ring, slot, NW: gl.constexpr, D: gl.constexpr, KIND: gl.constexpr):
             x = gl.join(gl.join(gl.join(a, c), gl.join(b, d)), gl.join(gl.join(a1, c1), gl.join(b1, d1)))
             x = gl.reshape(x, [W, NW, D // (64 * V), 8, V, 8])  # .., rest, g, i, byte and half
         x = gl.reshape(gl.permute(x, (0, 1, 2, 4, 5, 3)), [W, NW, D])
+        if THIN:
+            x = gl.permute(x, (0, 2, 1))
         return gl.convert_layout(x, OPERAND, assert_trivial=True)
 
 
 @gluon.jit
 def slot_order(acc, D: gl.constexpr, KIND: gl.constexpr):
-    """Sums [W, 16, D] with the columns of load_v, put in the order of slots."""
+    """Sums [W, R, D] with the columns of load_v, put in the order of slots."""
     if is_half(KIND):
         return acc
     else:
         V: gl.constexpr = 1 << chunk_bits(D, KIND, 3)
         E: gl.constexpr = 4 if has_bytes(KIND) else 8
         W: gl.constexpr = gl.num_warps()
-        x = gl.reshape(acc, [W, 16, D // (8 * V * E), V, E, 8])
-        return gl.reshape(gl.permute(x, (0, 1, 2, 5, 3, 4)), [W, 16, D])
+        R: gl.constexpr = acc.shape[1]
+        x = gl.reshape(acc, [W, R, D // (8 * V * E), V, E, 8])
+        return gl.reshape(gl.permute(x, (0, 1, 2, 5, 3, 4)), [W, R, D])
 
 
 @gluon.jit

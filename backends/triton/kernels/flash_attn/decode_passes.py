@@ -26,14 +26,7 @@ from graphrt.backends.triton.accesses import accesses
 from graphrt.backends.triton.kernels.common.constants import NEG_INF
 from graphrt.backends.triton.kernels.common.gluon_layouts import axis_index, axis_layout
 from graphrt.backends.triton.kernels.common.gluon_pdl import gdc_launch_dependents, gdc_wait
-from graphrt.backends.triton.kernels.flash_attn.decode import (
-    copy_block,
-    load_bias,
-    logits,
-    mask_rows,
-    query_rows,
-    way_sums,
-)
+from graphrt.backends.triton.kernels.flash_attn.decode import way_sums
 from graphrt.backends.triton.kernels.flash_attn.decode_join import deliver, joined_ways
 from graphrt.backends.triton.kernels.flash_attn.decode_layouts import (
     ROWS,
@@ -51,6 +44,13 @@ from graphrt.backends.triton.kernels.flash_attn.decode_operands import (
     load_q,
     load_v,
     seen_bits,
+)
+from graphrt.backends.triton.kernels.flash_attn.decode_pieces import (
+    copy_block,
+    load_bias,
+    logits,
+    mask_rows,
+    query_rows,
 )
 from graphrt.backends.triton.kernels.flash_attn.gluon_ranges import (
     part_of_tile,
@@ -97,7 +97,7 @@ def flash_attn_decode_passes(
     NW: gl.constexpr = BLOCK_N // W
     SEES: gl.constexpr = "mask" if HAS_MASK else ""
     TOPS: gl.constexpr = W if GLOBAL else 1
-    LAYOUT: gl.constexpr = gl.SliceLayout(0, join_layout(D, W))
+    LAYOUT: gl.constexpr = gl.SliceLayout(0, join_layout(D, W, ROWS))
     gl.static_assert(JOIN > 0 and NW % 16 == 0 and (NW <= 32 or not HAS_MASK))
     gl.static_assert(GLOBAL or PASSES == "both")
     gl.static_assert(PASSES == "both" or not KEEP)
@@ -139,11 +139,11 @@ def flash_attn_decode_passes(
 
     if GLOBAL:
         # One ring, first of K and then of V, where the second pass reads no K.
-        ring_k = allocate(2 * STAGES if KEEP else STAGES, NW, D, K_KIND, False)
+        ring_k = allocate(2 * STAGES if KEEP else STAGES, NW, D, K_KIND, False, sk_n, 0)
         if KEEP:
             ring_v = ring_k
         else:
-            ring_v = allocate(STAGES, NW, D, V_KIND, True)
+            ring_v = allocate(STAGES, NW, D, V_KIND, True, sv_n, 0)
         caches = (ring_k, ring_v, p_kh, p_vh, p_bits, n_kv)
         if PASSES != "second":
             top = row_maxima(
@@ -177,8 +177,8 @@ def flash_attn_decode_passes(
                 n_blocks, n_all, LAYOUT, PACK, D, V_KIND, HAS_MASK, UNIFORM, JOIN, JOIN_PARTS,
             )  # fmt: skip
     else:
-        ring_k = allocate(STAGES, NW, D, K_KIND, False)
-        ring_v = allocate(STAGES, NW, D, V_KIND, True)
+        ring_k = allocate(STAGES, NW, D, K_KIND, False, sk_n, 0)
+        ring_v = allocate(STAGES, NW, D, V_KIND, True, sv_n, 0)
         caches = (ring_k, ring_v, p_kh, p_vh, p_bits, n_kv)
         start_copies(caches, visits, low, sk_n, sv_n, NW, D, K_KIND, V_KIND, BLOCK_N, SEES, PDL, STAGES, False)
         m, l, acc = way_sums(
@@ -314,7 +314,7 @@ def row_maxima(
         zero = gl.full([W, ROWS, NW], 0.0, gl.float32, layout=MMA)
         bias = load_bias(zero, p_mask_rows, token < n_q, visits, i, i_key, n_kv, BLOCK_N, SEES)
         async_copy.wait_group(STAGES - 1)
-        s = mma_v2(q, load_k(ring, buffer, NW, D, KIND), zero)
+        s = mma_v2(q, load_k(ring, buffer, NW, D, KIND, 0), zero)
         s = logits(
             s, bias, mask, p_mask_rows, slope, i, i_key, n_kv, factor, softcap, BLOCK_N, SOFTCAP, SEES
         )  # fmt: skip
@@ -334,7 +334,7 @@ def operand_of_rows(queries, i_group, D: gl.constexpr, KIND: gl.constexpr, PACK:
     p_q, _, _, _, n_q, sign = queries
     W: gl.constexpr = gl.num_warps()
     token, p_row = query_rows(queries, axis_index(query_layout(D, W, KIND), 3, 1, ROWS), i_group, PACK)
-    return load_q(p_q, p_row, token < n_q, sign, D, KIND, dot_dtype(KIND))
+    return load_q(p_q, p_row, token < n_q, sign, D, KIND, dot_dtype(KIND), False)
 
 
 @gluon.jit
@@ -376,7 +376,7 @@ def weighted_sums(
             zero = gl.full([W, ROWS, NW], 0.0, gl.float32, layout=MMA)
             bias = load_bias(zero, p_mask_rows, token < n_q, visits, i, i_key, n_kv, BLOCK_N, SEES)
             async_copy.wait_group(2 * STAGES - 1)
-            s = mma_v2(q, load_k(ring_k, buffer, NW, D, K_KIND), zero)
+            s = mma_v2(q, load_k(ring_k, buffer, NW, D, K_KIND, sk_n), zero)
             s = logits(
                 s, bias, mask, p_mask_rows, slope, i, i_key, n_kv, factor, softcap, BLOCK_N, SOFTCAP, SEES
             )  # fmt: skip
@@ -388,14 +388,14 @@ def weighted_sums(
         p = gl.convert_layout(p.to(dot_dtype(V_KIND)), gl.DotOperandLayout(0, MMA, 2), assert_trivial=True)
         if KEEP:
             async_copy.wait_group(2 * STAGES - 1)
-            acc = mma_v2(p, load_v(ring_v, buffer, NW, D, V_KIND), acc)
+            acc = mma_v2(p, load_v(ring_v, buffer, NW, D, V_KIND, sv_n), acc)
             copy_rows(
                 ring_v, p_vh, p_bits, visits, n_kv, i + 2 * STAGES, buffer, sv_n, NW, D, V_KIND, BLOCK_N, SEES
             )  # fmt: skip
             buffer = gl.where(buffer == 2 * STAGES - 1, 0, buffer + 1)
         else:
             async_copy.wait_group(2 * STAGES - 2)
-            acc = mma_v2(p, load_v(ring_v, buffer, NW, D, V_KIND), acc)
+            acc = mma_v2(p, load_v(ring_v, buffer, NW, D, V_KIND, sv_n), acc)
             copy_block(
                 caches, visits, i + STAGES, buffer, sk_n, sv_n, NW, D, K_KIND, V_KIND, BLOCK_N, SEES, 0, PDL, True
             )  # fmt: skip
@@ -407,7 +407,7 @@ def weighted_sums(
 def added_ways(l, acc, D: gl.constexpr, KIND: gl.constexpr):
     """joined_ways() of sums by one maximum: f32 [16, 1], [16, D]."""
     W: gl.constexpr = gl.num_warps()
-    L: gl.constexpr = join_layout(D, W)
+    L: gl.constexpr = join_layout(D, W, ROWS)
     sums = gl.allocate_shared_memory(gl.float32, [W, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]), l)
-    rows = gl.allocate_shared_memory(gl.float32, [W, ROWS, D], join_shared(D, W, KIND), acc)
+    rows = gl.allocate_shared_memory(gl.float32, [W, ROWS, D], join_shared(D, W, KIND, ROWS), acc)
     return gl.sum(gl.expand_dims(sums.load(gl.SliceLayout(2, L)), 2), 0), gl.sum(rows.load(L), 0)

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from graphrt.backend import Group
 from graphrt.fusion import Nodes
+from graphrt.ops.flash_attn_ext import is_scaled
 from graphrt.tensor import Tensor
 
 #: An attention, and the node that has the logs of its denominators, and the sources that decide them.
@@ -69,6 +70,8 @@ def attention_back(nodes: Nodes) -> Iterator[Group]:
 def _same_scores(attention: Tensor, lse: Tensor, sources: Sequence[str]) -> bool:
     """Dropout is no matter: denominators are of all weights."""
     plain = attention.params
+    if is_scaled(attention):
+        return False
     if getattr(plain, "dropout_p", 0.0):
         plain = replace(plain, dropout_p=0.0, seed=0, offset=0)
     return plain == lse.params and all(attention[name] is lse[name] for name in sources)

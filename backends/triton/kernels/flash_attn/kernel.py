@@ -36,6 +36,7 @@ class Scratch:
         self.kept = KeptBits()
         self._part = torch.empty(0, device=device)
         self._results = torch.empty(0, device=device)
+        self._scaled = torch.empty(0, device=device)
         self._counters = torch.zeros(0, dtype=torch.int32, device=device)
         self._turns = torch.zeros(0, dtype=torch.int32, device=device)
         self.redone: list[torch.Tensor] = []
@@ -51,6 +52,12 @@ class Scratch:
         if self._results.numel() < n:
             self._results = torch.full((n,), math.nan, device=self.device)
         return self._results[:n]
+
+    def scaled(self, n: int) -> torch.Tensor:
+        """For n f32 of queries and results beside their scales."""
+        if self._scaled.numel() < n:
+            self._scaled = torch.full((n,), math.nan, device=self.device)
+        return self._scaled[:n]
 
     def counters(self, n: int) -> torch.Tensor:
         """One for each tile, int32, 0 between launches."""

@@ -24,6 +24,7 @@ from graphrt.backends.triton.kernels.flash_attn.kernel import AttentionKernel, S
 from graphrt.backends.triton.kernels.flash_attn.kernels import kernels_of, not_of, varlen_kernels_of
 from graphrt.backends.triton.kernels.flash_attn.mask_plan import MaskPlan, MaskPlans
 from graphrt.backends.triton.kernels.flash_attn.problem import Problem
+from graphrt.backends.triton.kernels.flash_attn.scaled import ScaledAttention
 from graphrt.backends.triton.kernels.flash_attn.stream_k import PASS_FORMS
 from graphrt.backends.triton.kernels.flash_attn.varlen.launch import VarlenKernel
 from graphrt.backends.triton.kernels.flash_attn.varlen.parts import by_rows, cascade
@@ -32,6 +33,7 @@ from graphrt.backends.triton.kernels.flash_attn.varlen.problem import VarlenProb
 from graphrt.backends.triton.kernels.rope import appended_arguments, lower_rope_cache, rope_table
 from graphrt.backends.triton.kernels.rope_fusions import RopeCacheAttention
 from graphrt.fusion import Fusion
+from graphrt.ops.flash_attn_ext import is_scaled
 from graphrt.tensor import Tensor
 
 
@@ -67,9 +69,23 @@ class Launcher:
             return self.backward.launches(attention)
         if attention.nodes[0].op.startswith("FLASH_ATTN_VARLEN"):
             return self._varlen(VarlenProblem(attention, self.place))
-        p = Problem(attention, self.place)
+        if attention.out is not None and is_scaled(attention.out):
+            return self._scaled(attention.out)
+        return self._plain(Problem(attention, self.place))
+
+    def _plain(self, p: Problem) -> list[Step]:
         kernel, refused = self._in_passes(p) or self._first(p, kernels_of(self.target), not_of(self.target))
         return self._planned(p, kernel, refused)
+
+    def _scaled(self, node: Tensor) -> list[Step]:
+        """An attention with scales: without them, between two launches; its kernel is told as chosen."""
+        whole = ScaledAttention(node, self.place, self.scratch.scaled, self.target)
+        steps = [*whole.before, *self._plain(Problem(whole.inner, whole.place)), *whole.after]
+        (inner,) = whole.inner.nodes
+        told = "scales of k, v and the result are launches of their own (scaled.py)"
+        chosen = self.chosen.pop(inner)
+        self.chosen[node] = replace(chosen, beside=(*chosen.beside, told))
+        return steps
 
     def _planned(
         self, p: Problem, kernel: AttentionKernel[Problem, MaskPlan], refused: Mapping[str, str]

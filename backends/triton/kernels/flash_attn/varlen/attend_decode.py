@@ -12,10 +12,11 @@ from triton.experimental.gluon import language as gl
 
 from graphrt.backends.triton.accesses import accesses
 from graphrt.backends.triton.kernels.common.gluon_pdl import gdc_wait
-from graphrt.backends.triton.kernels.flash_attn.decode import column_sums, copy_block, way_sums
+from graphrt.backends.triton.kernels.flash_attn.decode import column_sums, way_sums
 from graphrt.backends.triton.kernels.flash_attn.decode_join import deliver, joined_ways
 from graphrt.backends.triton.kernels.flash_attn.decode_layouts import ROWS, column_mma_layout, join_layout
 from graphrt.backends.triton.kernels.flash_attn.decode_operands import allocate
+from graphrt.backends.triton.kernels.flash_attn.decode_pieces import copy_block
 from graphrt.backends.triton.kernels.flash_attn.gluon_ranges import (
     listed_range,
     part_of_tile,
@@ -85,8 +86,8 @@ def flash_attn_varlen_decode(
         p_kh = p_k + k_first * sk_n + i_group.to(gl.int64) * sk_h
         p_vh = p_v + k_first * sv_n + i_group.to(gl.int64) * sv_h
         p_pages = p_table + gl.minimum(i_seq, n_seq - 1).to(gl.int64) * s_table
-        ring_k = allocate(STAGES, NW, D, K_KIND, False)
-        ring_v = allocate(STAGES, NW, D, V_KIND, True)
+        ring_k = allocate(STAGES, NW, D, K_KIND, False, sk_n, i_group * sk_h)
+        ring_v = allocate(STAGES, NW, D, V_KIND, True, sv_n, i_group * sv_h)
         caches = (ring_k, ring_v, p_kh, p_vh, (first_key, p_pages, max_blocks, n_pages, sk_p, sv_p), end_key)
         visits = (p_table, 0, 0, 0, high)
         queries = (p_q + q_first.to(gl.int64) * sq_t, sq_t, sq_h, row0, n, sign)
@@ -107,7 +108,7 @@ def flash_attn_varlen_decode(
                 BLOCK_N, SOFTCAP, SEES, PAGE, PACK, False, PDL, STAGES, (), "", 0,
             )  # fmt: skip
             m, l, acc = joined_ways(m, l, acc, D, V_KIND)
-            LAYOUT: gl.constexpr = gl.SliceLayout(0, join_layout(D, W))
+            LAYOUT: gl.constexpr = gl.SliceLayout(0, join_layout(D, W, ROWS))
         # Queries of nobody (sequence n_seq) have no sink either.
         sinks = gl.where(i_seq < n_seq, has_sinks, 0)
         deliver(

@@ -1,0 +1,85 @@
+"""The decode kernel over caches of blocks, in the emulator: rows as they lie in memory, in both units of copies, and
+both forms of the loop."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from graphrt.backends.triton import device
+
+if device.unusable() is not None:
+    pytest.skip(f"the triton backend can't be used here: {device.unusable()}", allow_module_level=True)
+
+from support.attention_emulation import run
+from triton.experimental.gluon.language import PaddedSharedLayout
+
+from graphrt.backends.triton.kernels.common.blocks import words_a_block
+from graphrt.backends.triton.kernels.flash_attn import decode_layouts
+from graphrt.ops.cases.flash_attn import BASE
+from graphrt.ops.cases.flash_attn_axes import as_case
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+_STEP = replace(BASE, n_q=1, layout="cache", types=("q8_0", "q8_0"))
+#: What is special: (multiprocessors, the case).
+CASES: dict[str, tuple[int, dict[str, Any]]] = {
+    "units of 16 bytes, which rows of odd heads begin in the middle of": (5, {"d": (128, 128), "n_kv": 200}),
+    "units of words": (3, {"d": (128, 128), "heads": (4, 1), "types": ("q4_0", "q8_0")}),
+    "rows at every word of a unit": (3, {"heads": (8, 4), "types": ("q8_0", "q4_0")}),
+    "hidden keys": (5, {"d": (128, 128), "n_kv": 300, "mask": "random", "types": ("q4_0", "q4_0")}),
+    "more than 8 rows of queries": (5, {"d": (128, 128), "heads": (8, 2), "n_q": 3, "n_kv": 200}),
+    "blocks beside f16": (3, {"heads": (6, 2), "n_kv": 213, "n_seq": 2, "types": ("q8_0", "f16")}),
+    "8-bit floats": (3, {"d": (128, 128), "n_kv": 213, "types": ("f8_e4m3", "f8_e4m3")}),
+    "a soft cap, and sinks": (3, {"d": (128, 128), "n_kv": 130, "softcap": 9.0, "sinks": "near"}),
+    "ALiBi": (3, {"heads": (8, 4), "n_kv": 130, "mask": "distance", "max_bias": 8.0}),
+}
+
+
+@pytest.mark.parametrize("what", CASES)
+def test_rows_of_blocks(what: str) -> None:
+    sm_count, axes = CASES[what]
+    kernels, _, verdict = run(as_case("FLASH_ATTN_EXT", replace(_STEP, **axes)), sm_count, schedule=None)
+    assert "flash_attn_decode" in kernels and verdict.ok, verdict.message
+
+
+@pytest.mark.parametrize(
+    ("scaled", "out"), [("heads", ("f8_e4m3", 0.25)), ("one", ("f32", 3.0)), ("", ("f8_e4m3", 0.001))]
+)
+def test_scales_of_heads(scaled: str, out: tuple[str, float]) -> None:
+    """Launches around the attention multiply and round; the attention itself is the kernel that it would be else."""
+    axes = replace(_STEP, heads=(6, 2), n_seq=2, types=("f8_e4m3", "f8_e4m3"), scaled=scaled, out=out)
+    kernels, _, verdict = run(as_case("FLASH_ATTN_EXT", axes), 3, schedule=None)
+    assert kernels.count("attention_scale_heads") == (2 if scaled else 1) and "flash_attn_decode" in kernels
+    assert verdict.ok, verdict.message
+
+
+@pytest.mark.parametrize("kind", ["q8_0", "q4_0"])
+@pytest.mark.parametrize("d", [64, 128, 256])
+@pytest.mark.parametrize("stride", [4, 1])
+def test_layouts_say_where_words_of_blocks_lie(kind: str, d: int, stride: int) -> None:
+    """ggml's blocks: d in 2 bytes, then J words. Of a row seen from its first word, block b's halfwords begin at
+    b * (2 J + 1), and values are words from one behind that on, an even block's turned by one halfword."""
+    from support.gluon_emulator import places_of
+
+    j, blocks, keys = words_a_block(kind), d // 32, 16
+    pitch = blocks * j + (4 if stride == 4 else blocks // 2)
+    values = decode_layouts.values_shared(d, keys, 2, kind, stride)
+    heads = decode_layouts.heads_shared(d, keys, 2, kind, stride)
+    assert isinstance(values, PaddedSharedLayout) and isinstance(heads, PaddedSharedLayout)
+    at, of_heads = places_of(values), places_of(heads)[..., 0]
+    for way, key, b, i in [(0, 0, 0, 0), (0, 3, 1, j - 1), (1, 15, blocks - 1, 1), (1, 7, blocks // 2, 2)]:
+        row = (way * keys + key) * pitch
+        first = b * (2 * j + 1)  # halfwords
+        assert at[way, key, b, i] + 1 == row + (first + 1) // 2 + i + (0 if b % 2 else 1)
+        assert of_heads[way, key, b] == row + first // 2
+    units = decode_layouts.row_units(d, kind, stride)
+    assert sum(units) * (4 if stride == 4 else 1) == pitch
+    whole = torch.arange(int(at.max()) + 2)
+    assert len(np.unique(at)) == at.size and len(whole) <= 2 * keys * pitch
