@@ -15,10 +15,11 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from graphrt import rank_watch
 from graphrt.errors import RankError
 from graphrt.peers import Peers, shared_by
 from graphrt.presence import here
-from graphrt.rank_watch import SILENT, Board, Fault, Folder, Watch
+from graphrt.rank_watch import Board, Fault, Folder, Watch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -258,7 +259,7 @@ def _store() -> Board:
 
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store: Board = dist.TCPStore(  # type: ignore[attr-defined]
-        address, port, is_master=False, timeout=timedelta(seconds=SILENT)
+        address, port, is_master=False, timeout=timedelta(seconds=rank_watch.SILENT)
     )
     return store
 

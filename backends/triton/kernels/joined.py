@@ -44,45 +44,73 @@ MOST_ROUNDS = tl.constexpr(2147483646)
 
 
 @triton.jit
+def fours(x):
+    """[groups, 32] as four of [groups, 8], of elements that lie side by side: what a thread writes together."""
+    even, odd = tl.split(tl.reshape(x, (x.shape[0], 8, 2, 2)))  # elements 0 and 2, 1 and 3
+    a, c = tl.split(even)
+    b, d = tl.split(odd)
+    return a, b, c, d
+
+
+@triton.jit
+def whole(a, b, c, d):
+    """What fours() has taken apart."""
+    return tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), (a.shape[0], 32))
+
+
+@triton.jit
 def write_words(p, x, number, m, PTX: tl.constexpr):
-    """Stores f32 as the low halves of words whose high half is the round's number, int32 [1, 1]: each whole, where
-    another GPU asks for it."""
-    low, high = x.to(tl.int32, bitcast=True), tl.broadcast_to(number, x.shape)
+    """Stores fours() of f32 as the low halves of words whose high half is the round's number, int32: each whole, where
+    another GPU asks for it. p, m: [groups, 8], where the first of four goes, and whether they do."""
+    a, b, c, d = x
+    a, b = a.to(tl.int32, bitcast=True), b.to(tl.int32, bitcast=True)
+    c, d = c.to(tl.int32, bitcast=True), d.to(tl.int32, bitcast=True)
+    high = tl.full(a.shape, 0, tl.int32) + number
     if PTX:
         tl.inline_asm_elementwise(
-            "{ .reg .pred there; .reg .b64 word; mov.b64 word, {$2, $3}; setp.ne.b32 there, $4, 0; "
-            "@there st.relaxed.sys.global.b64 [$1], word; mov.b32 $0, 0; }",
-            "=r,l,r,r,r", [p, low, high, m.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1,
+            "{ .reg .pred there; .reg .b64 a, b, c, d; setp.ne.b32 there, $7, 0; mov.b64 a, {$2, $6}; "
+            "mov.b64 b, {$3, $6}; mov.b64 c, {$4, $6}; mov.b64 d, {$5, $6}; "
+            "@there st.relaxed.sys.global.v2.b64 [$1], {a, b}; "
+            "@there st.relaxed.sys.global.v2.b64 [$1 + 16], {c, d}; mov.b32 $0, 0; }",
+            "=r,l,r,r,r,r,r,r", [p, a, b, c, d, high, m.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1,
         )  # fmt: skip
     else:
-        tl.store(p, (low.to(tl.int64) & 0xFFFFFFFF) | (high.to(tl.int64) << 32), mask=m)
+        tl.store(p, (a.to(tl.int64) & 0xFFFFFFFF) | (high.to(tl.int64) << 32), mask=m)
+        tl.store(p + 1, (b.to(tl.int64) & 0xFFFFFFFF) | (high.to(tl.int64) << 32), mask=m)
+        tl.store(p + 2, (c.to(tl.int64) & 0xFFFFFFFF) | (high.to(tl.int64) << 32), mask=m)
+        tl.store(p + 3, (d.to(tl.int64) & 0xFFFFFFFF) | (high.to(tl.int64) << 32), mask=m)
 
 
 @triton.jit
-def _asked(p, number, m, PTX: tl.constexpr):
-    """(low halves of words, i32; how many, or if any, are not of this round), as they are now in memory that other
-    ranks write."""
+def _halves(word):
+    """The low half of int64 as f32, and the high one."""
+    return (word & 0xFFFFFFFF).to(tl.uint32).to(tl.float32, bitcast=True), (word >> 32).to(tl.int32)
+
+
+@triton.jit
+def asked(p, number, m, PTX: tl.constexpr):
+    """fours() of f32 that another rank writes, as they are now, and an int32 [groups, 8] that is not 0 where some are
+    not of this round. p, m: as write_words() has them."""
+    high = tl.full(m.shape, 0, tl.int32) + number
     if PTX:
-        low, high = tl.inline_asm_elementwise(
-            "{ .reg .pred there; .reg .b64 word; setp.ne.b32 there, $3, 0; mov.b64 word, {$4, $4}; "
-            "@there ld.relaxed.sys.global.b64 word, [$2]; mov.b64 {$0, $1}, word; }",
-            "=&r,=&r,l,r,r", [p, m.to(tl.int32), tl.broadcast_to(number, p.shape)], dtype=(tl.int32, tl.int32),
-            is_pure=False, pack=1,
+        a, b, c, d, late = tl.inline_asm_elementwise(
+            "{ .reg .pred there; .reg .b64 a, b, c, d; .reg .b32 i, j, k, l; setp.ne.b32 there, $6, 0; "
+            "mov.b64 a, {$7, $7}; mov.b64 b, a; mov.b64 c, a; mov.b64 d, a; "
+            "@there ld.relaxed.sys.global.v2.b64 {a, b}, [$5]; "
+            "@there ld.relaxed.sys.global.v2.b64 {c, d}, [$5 + 16]; "
+            "mov.b64 {$0, i}, a; mov.b64 {$1, j}, b; mov.b64 {$2, k}, c; mov.b64 {$3, l}, d; "
+            "xor.b32 i, i, $7; xor.b32 j, j, $7; xor.b32 k, k, $7; xor.b32 l, l, $7; "
+            "or.b32 i, i, j; or.b32 k, k, l; or.b32 $4, i, k; }",
+            "=&r,=&r,=&r,=&r,=&r,l,r,r", [p, m.to(tl.int32), high],
+            dtype=(tl.float32, tl.float32, tl.float32, tl.float32, tl.int32), is_pure=False, pack=1,
         )  # fmt: skip
     else:
-        word = tl.load(p, mask=m, other=0, volatile=True)
-        low = (word & 0xFFFFFFFF).to(tl.uint32).to(tl.int32, bitcast=True)
-        high = tl.where(m, word >> 32, number).to(tl.int32)
-    return low, tl.max((high != number).to(tl.int32))
-
-
-@triton.jit
-def arrived(p, number, m, PTX: tl.constexpr):
-    """f32 of words that another rank writes, once all that m has are of this round."""
-    low, late = _asked(p, number, m, PTX)
-    while late != 0:
-        low, late = _asked(p, number, m, PTX)
-    return low.to(tl.float32, bitcast=True)
+        a, i = _halves(tl.load(p, mask=m, other=0, volatile=True))
+        b, j = _halves(tl.load(p + 1, mask=m, other=0, volatile=True))
+        c, k = _halves(tl.load(p + 2, mask=m, other=0, volatile=True))
+        d, l = _halves(tl.load(p + 3, mask=m, other=0, volatile=True))
+        late = (m & ((i != high) | (j != high) | (k != high) | (l != high))).to(tl.int32)
+    return a, b, c, d, late
 
 
 @triton.jit
@@ -93,54 +121,89 @@ def _place(number, row, source, RANKS: tl.constexpr, ROWS: tl.constexpr, LONGEST
 
 @triton.jit
 def _tell(p_table, peer, place, x, number, m, PTX: tl.constexpr):
-    """Writes a row to another rank. place: [.., ..] i64."""
+    """Writes a row to a rank. place: of each element, i64."""
     p_there = tl.load(p_table + peer).to(tl.pointer_type(tl.int64))
-    write_words(p_there + place, x, tl.full((1, 1), 0, tl.int32) + number, m, PTX)
+    write_words(p_there + place, x, number, m, PTX)
+
+
+@triton.jit
+def _tell_all(
+    x, p_table, rank, row, number, i, m, RANKS: tl.constexpr, ROWS: tl.constexpr, LONGEST: tl.constexpr,
+    PTX: tl.constexpr,
+):  # fmt: skip
+    """Writes a row to all ranks, this one too, so that it reads all alike."""
+    for peer in range(RANKS):
+        _tell(p_table, peer, _place(number, row, rank, RANKS, ROWS, LONGEST) + i, x, number, m, PTX)
+
+
+@triton.jit
+def _is_late(late):
+    return tl.max((late != 0).to(tl.int32)) != 0
+
+
+@triton.jit
+def _arrived(p, number, m, PTX: tl.constexpr):
+    """fours() of f32 that one rank writes, once all are of this round."""
+    a, b, c, d, late = asked(p, number, m, PTX)
+    while _is_late(late):
+        a, b, c, d, late = asked(p, number, m, PTX)
+    return a, b, c, d
+
+
+@triton.jit
+def _all_asked(
+    p_slots, row, number, i, m, RANKS: tl.constexpr, ROWS: tl.constexpr, LONGEST: tl.constexpr, PTX: tl.constexpr
+):
+    """fours() of the sum of what all ranks have written of a row, as it is now, and where it is late."""
+    a, b, c, d, late = asked(p_slots + _place(number, row, 0, RANKS, ROWS, LONGEST) + i, number, m, PTX)
+    for source in tl.static_range(1, RANKS):
+        p = p_slots + _place(number, row, source, RANKS, ROWS, LONGEST) + i
+        a1, b1, c1, d1, late1 = asked(p, number, m, PTX)
+        a, b, c, d, late = a + a1, b + b1, c + c1, d + d1, late | late1
+    return a, b, c, d, late
 
 
 @triton.jit
 def _added_up(
-    x, p_slots, rank, row, number, i, m, RANKS: tl.constexpr, ROWS: tl.constexpr, LONGEST: tl.constexpr,
-    PTX: tl.constexpr,
-):  # fmt: skip
-    """The sum of all ranks' row, of which x is this one's and the others write theirs to this one."""
-    total = x
-    for source in range(RANKS):  # not unrolled: addresses of all sources at once are more than there are registers for
-        part = x
-        if source != rank:
-            part = arrived(p_slots + _place(number, row, source, RANKS, ROWS, LONGEST) + i, number, m, PTX)
-        total = tl.where(source == 0, part, total + part)
-    return total
-
-
-@triton.jit
-def _told_all(
-    x, p_table, rank, row, number, i, m, RANKS: tl.constexpr, ROWS: tl.constexpr, LONGEST: tl.constexpr,
-    PTX: tl.constexpr,
-):  # fmt: skip
-    """Writes a row to all other ranks."""
-    for peer in range(RANKS):
-        if peer != rank:
-            _tell(p_table, peer, _place(number, row, rank, RANKS, ROWS, LONGEST) + i, x, number, m, PTX)
+    p_slots, row, number, i, m, RANKS: tl.constexpr, ROWS: tl.constexpr, LONGEST: tl.constexpr, PTX: tl.constexpr
+):
+    """fours() of the sum of all ranks' row, once all have written it here: of up to four ranks all are asked at once."""
+    if RANKS <= 4:
+        a, b, c, d, late = _all_asked(p_slots, row, number, i, m, RANKS, ROWS, LONGEST, PTX)
+        while _is_late(late):
+            a, b, c, d, late = _all_asked(p_slots, row, number, i, m, RANKS, ROWS, LONGEST, PTX)
+    else:
+        a, b, c, d = _arrived(p_slots + _place(number, row, 0, RANKS, ROWS, LONGEST) + i, number, m, PTX)
+        for source in range(1, RANKS):
+            p = p_slots + _place(number, row, source, RANKS, ROWS, LONGEST) + i
+            a1, b1, c1, d1 = _arrived(p, number, m, PTX)
+            a, b, c, d = a + a1, b + b1, c + c1, d + d1
+    return a, b, c, d
 
 
 @triton.jit
 def _joined(
-    x, p_slots, p_table, rank, row, number, i, m, BY_OWNER: tl.constexpr, RANKS: tl.constexpr, ROWS: tl.constexpr,
+    x, p_slots, p_table, rank, row, number, k, BY_OWNER: tl.constexpr, RANKS: tl.constexpr, ROWS: tl.constexpr,
     LONGEST: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """The sum of all ranks' row. BY_OWNER: one rank has all parts and writes the sum to all; else every rank has."""
+    """The sum of all ranks' row, f32 [groups, 32] of k elements. BY_OWNER: one rank has all parts and writes the sum to
+    all; else every rank has."""
+    i = tl.arange(0, x.shape[0])[:, None] * 32 + tl.arange(0, 8)[None, :] * 4
+    m = i < k
+    mine = fours(x)
     if not BY_OWNER:
-        _told_all(x, p_table, rank, row, number, i, m, RANKS, ROWS, LONGEST, PTX)
-        return _added_up(x, p_slots, rank, row, number, i, m, RANKS, ROWS, LONGEST, PTX)
-    owner, total = row % RANKS, x
-    if owner == rank:
-        total = _added_up(x, p_slots, rank, row, number, i, m, RANKS, ROWS, LONGEST, PTX)
-        _told_all(total, p_table, rank, row, number, i, m, RANKS, ROWS, LONGEST, PTX)
+        _tell_all(mine, p_table, rank, row, number, i, m, RANKS, ROWS, LONGEST, PTX)
+        a, b, c, d = _added_up(p_slots, row, number, i, m, RANKS, ROWS, LONGEST, PTX)
     else:
-        _tell(p_table, owner, _place(number, row, rank, RANKS, ROWS, LONGEST) + i, x, number, m, PTX)
-        total = arrived(p_slots + _place(number, row, owner, RANKS, ROWS, LONGEST) + i, number, m, PTX)
-    return total
+        owner = row % RANKS
+        _tell(p_table, owner, _place(number, row, rank, RANKS, ROWS, LONGEST) + i, mine, number, m, PTX)
+        a, b, c, d = mine
+        if owner == rank:
+            a, b, c, d = _added_up(p_slots, row, number, i, m, RANKS, ROWS, LONGEST, PTX)
+            _tell_all((a, b, c, d), p_table, rank, row, number, i, m, RANKS, ROWS, LONGEST, PTX)
+        else:
+            a, b, c, d = _arrived(p_slots + _place(number, row, owner, RANKS, ROWS, LONGEST) + i, number, m, PTX)
+    return whole(a, b, c, d)
 
 
 @accesses(
@@ -181,7 +244,7 @@ def join_rows(
         last = tl.load(p_rounds + row)
         number = tl.where(last >= MOST_ROUNDS, 1, last + 1)
         by_owner: tl.constexpr = HOW == "two shots"
-        x = _joined(x, p_slots, p_table, rank, row, number, i, m, by_owner, RANKS, ROWS, LONGEST, PTX)
+        x = _joined(x, p_slots, p_table, rank, row, number, k, by_owner, RANKS, ROWS, LONGEST, PTX)
         tl.store(p_rounds + row, number)
     if p_residual is not None:
         residual = tl.load(p_residual + at, mask=m, other=0.0)
@@ -234,5 +297,4 @@ def join_launch(
         "RANKS": ranks, "ROWS": ROWS, "LONGEST": LONGEST, "TO": form_of(out, ordered), "EARLY": early, "BLOCK": block,
         "PTX": uses_ptx(target), "PDL": target.has_pdl,
     }  # fmt: skip
-    each = 256 if peers is None else 512  # elements of a warp: with more warps, they wait longer for each other
-    return Launch(join_rows, (n,), args, launch_options(target, min(16, max(1, block // each))))
+    return Launch(join_rows, (n,), args, launch_options(target, min(16, max(1, block // 256))))
