@@ -47,12 +47,12 @@ def shared_by(ranks: Ranks) -> Peers | str:
 
     own = torch.cuda.current_device()
     places: list[tuple[str, int]] = ranks.everyones((socket.gethostname(), own))
-    reasons = [reason for reason in ranks.everyones(_why_not(places, own)) if reason]
+    reasons: list[str] = [reason for reason in ranks.everyones(_why_not(places, own)) if reason]
     if reasons:
         return reasons[0]
-    made = _made(ranks)
+    made: Peers | str = _made(ranks)
     # Zeros must be there before another rank writes, and all ranks must have what they write to.
-    failed = [each for each in ranks.everyones(made if isinstance(made, str) else "") if each]
+    failed: list[str] = [each for each in ranks.everyones(made if isinstance(made, str) else "") if each]
     return failed[0] if failed else made
 
 
@@ -76,11 +76,13 @@ def _made(ranks: Ranks) -> Peers | str:
     import torch.distributed as dist
     import torch.distributed._symmetric_memory as symmetric
 
+    group: Any = ranks.group or dist.group.WORLD
     try:
-        slots = symmetric.empty(words(ranks.size), dtype=torch.int64, device=f"cuda:{torch.cuda.current_device()}")
+        device = torch.device("cuda", torch.cuda.current_device())
+        slots: torch.Tensor = symmetric.empty(words(ranks.size), dtype=torch.int64, device=device)
         slots.zero_()
         torch.cuda.synchronize()
-        handle = symmetric.rendezvous(slots, ranks.group or dist.group.WORLD)
+        handle = symmetric.rendezvous(slots, group)
         table = torch.tensor(handle.buffer_ptrs, dtype=torch.int64, device=slots.device)
     except (RuntimeError, ImportError, AttributeError, TypeError) as error:
         first = str(error).strip().partition("\n")[0][:200]

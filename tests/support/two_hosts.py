@@ -4,8 +4,8 @@
 
 starts torchrun on both, as two hosts have it, with a stage of a pipeline each. The link is two cables and a process
 between them, which hands on what comes after a delay. LINK: "slow", every frame is late by some milliseconds; "broken",
-the cables are pulled out in the middle of the text. Prints one line of JSON: for each host its exit code, after how many
-seconds its rank had ended, counted from the break, and what it wrote.
+the cables are pulled out in the middle of the text. Prints one line of JSON: for each host its exit code, after how
+many seconds its rank had ended, counted from the break, and what it wrote.
 
     python two_hosts.py rank GIVEN ...
 
@@ -27,12 +27,12 @@ from typing import Any
 
 #: Seconds that a frame is late on a slow link; looks of the watch; seconds that anything may take at most, and
 #: that torch's agent has to end by itself after its rank.
-LATE, LOOKS, MOST, AGENT = 0.01, 3, 60, 5
+LATE, LOOKS, MOST, AGENT = 0.01, 3, 60, 2
 #: Linux's names of what Python's socket module lacks: frames come with the kernel's notes on checksums and sizes.
 SOL_PACKET, PACKET_VNET_HDR = 263, 15
 PORT = 29571
 #: What both stages write together.
-TEXT = ["--raw", "-p", "hello the sea", "-c", "256", "-t", "1", "--backend", "cpu"]
+TEXT = ["--raw", "--temp", "0", "-p", "hello the sea", "-c", "256", "-t", "1", "--backend", "cpu"]
 
 
 def tool(name: str) -> str:
@@ -104,7 +104,7 @@ def main(how: str, model: str) -> None:
     hosts = [Host(1), Host(2)]
     link(hosts)
     given = ["run", model, *TEXT, "-n", "6" if how == "slow" else "-1", "--pp", "2"]
-    outs, errors = ([tempfile.TemporaryFile() for _ in hosts] for _ in "ab")
+    outs, errors = ([tempfile.TemporaryFile() for _ in hosts] for _ in "ab")  # noqa: SIM115 (read until the end)
     jobs = [host.torchrun(i, given, outs[i], errors[i]) for i, host in enumerate(hosts)]
     start = time.monotonic()
     while not all(has_children(job) or job.poll() is not None for job in jobs):

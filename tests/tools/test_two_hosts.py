@@ -47,7 +47,8 @@ def hosts(how: str, folder: Path) -> tuple[Path, list[Any]]:
 
 def test_a_slow_link(tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
     model, (first, second) = hosts("slow", tmp_path)
-    assert (first["code"], second["code"], second["out"]) == (0, 0, ""), first["err"] + second["err"]
+    assert (first["code"], second["out"]) == (0, ""), first["err"] + second["err"]
+    assert second["code"] in (0, None), "torch's agent may miss the other host's, which has ended"
     assert main(["run", str(model), *two_hosts.TEXT, "-n", "6"]) == 0
     assert first["out"] == capfdbinary.readouterr().out.decode(errors="replace")
 

@@ -1,3 +1,5 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+# mypy: no-check-untyped-defs, disable-error-code=annotation-unchecked
 """The sum over ranks in one launch with what follows it: the residual, the norm of that, and its rounding for products.
 
 GPUs of one host write to each other's memory (graphrt/peers.py). A word of 64 bits holds an f32 and the number of a
@@ -167,7 +169,7 @@ def _all_asked(
 def _added_up(
     p_slots, row, number, i, m, RANKS: tl.constexpr, ROWS: tl.constexpr, LONGEST: tl.constexpr, PTX: tl.constexpr
 ):
-    """fours() of the sum of all ranks' row, once all have written it here: of up to four ranks all are asked at once."""
+    """fours() of the sum of all ranks' row, once all have written it here: up to four ranks are asked at once."""
     if RANKS <= 4:
         a, b, c, d, late = _all_asked(p_slots, row, number, i, m, RANKS, ROWS, LONGEST, PTX)
         while _is_late(late):

@@ -63,23 +63,24 @@ def lower_joined(found: JoinedSum, ctx: Context) -> list[Step]:
     node, total, after, before = found
     ranks = int(node.params.ranks)
     ctx.choices[node] = joined_choice(node)
-    shared = peers(ranks) if why_not_by_peers(node) is None else None
-    if isinstance(shared, Peers):
-        x, steps = ctx.view(node["a"]).data.view(-1, node.ne[0]), []
+    found_peers = peers(ranks) if why_not_by_peers(node) is None else None
+    shared = found_peers if isinstance(found_peers, Peers) else None
+    steps: list[Step] = []
+    if shared is not None:
+        x = ctx.view(node["a"]).data.view(-1, node.ne[0])
     else:
-        shared = None
         x, steps = parts_side_by_side([ctx.view(t).torch() for t in node.sources()], ranks, ctx)
     block = before.scaled if before is not None else node
-    lines = [ctx.view(t).data.view(-1, t.ne[0]) for t in (total, added_to(block, total))]
+    summed, residual = (ctx.view(t).data.view(-1, t.ne[0]) for t in (total, added_to(block, total)))
     norms = [norm for norm in (before, after) if norm is not None]
     early = bool(norms) and all(ctx.is_constant(norm.scaled["b"]) for norm in norms)
     first, second = (_norm_weight(norm, ctx) if norm is not None else None for norm in (before, after))
     if after is None:
-        return [*steps, join_launch(ctx.target, x, ranks, shared, *lines, first, early=early)]
+        return [*steps, join_launch(ctx.target, x, ranks, shared, summed, residual, first, early=early)]
     form = plan_of(ctx).stored_as(after.scaled).form
     whole = ctx.view(after.scaled).data if form is Form.AS_IS else None
     return [*steps, join_launch(
-        ctx.target, x, ranks, shared, *lines, first, second, _rounded(after.scaled, ctx), early,
+        ctx.target, x, ranks, shared, summed, residual, first, second, _rounded(after.scaled, ctx), early,
         form is Form.F16_ORDERED, whole,
     )]  # fmt: skip
 

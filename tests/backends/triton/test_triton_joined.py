@@ -23,11 +23,12 @@ from graphrt.backends.triton import device
 if device.unusable() is not None or not device.interpreting():
     pytest.skip("ranks that are processes need Triton's interpreter", allow_module_level=True)
 
+from support.fused_graphs import kernels, leaf, normed, product
+
 from graphrt.backends.triton.kernels import collectives, joined, joined_fusions, planned_norms
 from graphrt.backends.triton.kernels.products.activations import NormWeight
 from graphrt.peers import LONGEST, ROWS, Peers, words
 from graphrt.tensor import Tensor
-from support.fused_graphs import kernels, leaf, normed, product
 
 #: Seconds after which ranks wait for each other for ever.
 FOREVER = 60
