@@ -10,12 +10,23 @@ from __future__ import annotations
 
 import socket
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     import torch
 
-    from graphrt.ranks import Ranks
+
+class Members(Protocol):
+    """What is asked of graphrt.ranks.Ranks."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+    @property
+    def group(self) -> Any: ...
+    def everyones(self, value: Any) -> list[Any]: ...
+
 
 #: Rows of a tensor that have slots, and elements of the longest row.
 ROWS, LONGEST = 64, 8192
@@ -40,7 +51,7 @@ def words(size: int) -> int:
     return 2 * ROWS * size * LONGEST
 
 
-def shared_by(ranks: Ranks) -> Peers | str:
+def shared_by(ranks: Members) -> Peers | str:
     """The memory that these ranks share, each with a GPU of its own, torch's current device; or, on all of them, a
     sentence why there is none. All of them ask at once. Raises RankError where one is lost."""
     import torch
@@ -71,7 +82,7 @@ def _why_not(places: list[tuple[str, int]], own: int) -> str:
     return f"GPU {own} can't reach the memory of GPU {alone[0]}" if alone else ""
 
 
-def _made(ranks: Ranks) -> Peers | str:
+def _made(ranks: Members) -> Peers | str:
     import torch
     import torch.distributed as dist
     import torch.distributed._symmetric_memory as symmetric

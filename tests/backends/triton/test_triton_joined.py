@@ -31,7 +31,7 @@ from graphrt.peers import LONGEST, ROWS, Peers, words
 from graphrt.tensor import Tensor
 
 #: Seconds after which ranks wait for each other for ever.
-FOREVER = 60
+FOREVER = 30
 
 
 @dataclass
