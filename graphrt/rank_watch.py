@@ -144,12 +144,42 @@ class Watch:
         if self._thread.is_alive():
             self._thread.join()
 
+    def _answered(self, ask: Callable[[], list[bytes]]) -> list[bytes]:
+        """What the board says. Raises OSError where it says nothing for SILENT looks: over a link that is broken a
+        store waits for ever."""
+        answers: list[list[bytes] | Exception] = []
+        there = threading.Event()
+
+        def asking() -> None:
+            try:
+                answers.append(ask())
+            except Exception as error:
+                answers.append(error)
+            there.set()
+
+        threading.Thread(target=asking, name="graphrt-rank-board", daemon=True).start()
+        for _ in range(SILENT):  # not all at once: a process that was stopped wakes up behind any moment
+            if there.wait(TICK):
+                break
+        answer = answers[0] if answers else OSError(f"no answer for {SILENT * TICK:.0f} s, so that its host is gone "
+                                                    f"or the link to it broken")  # fmt: skip
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def _look(self) -> list[bytes]:
+        self.beat()
+        return self.board.multi_get(self._keys)
+
+    def _leave(self) -> list[bytes]:
+        self.board.set(self._keys[self._rank], Beat(-1, here.met, False).encoded())
+        return []
+
     def _run(self) -> None:
         fault = None
         while fault is None and not self._stopping.wait(TICK):
             try:
-                self.beat()
-                fault = self.judge.look([Beat.decoded(data) for data in self.board.multi_get(self._keys)], here)
+                fault = self.judge.look([Beat.decoded(data) for data in self._answered(self._look)], here)
             except (RuntimeError, OSError, ValueError) as error:
                 first = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
                 fault = Fault(
@@ -162,6 +192,6 @@ class Watch:
             self.ended(fault)
             return
         try:
-            self.board.set(self._keys[self._rank], Beat(-1, here.met, False).encoded())
+            self._answered(self._leave)
         except (RuntimeError, OSError):
             return  # the others have left before

@@ -15,9 +15,11 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from graphrt import rank_watch
 from graphrt.errors import RankError
+from graphrt.peers import Peers, shared_by
 from graphrt.presence import here
-from graphrt.rank_watch import SILENT, Board, Fault, Folder, Watch
+from graphrt.rank_watch import Board, Fault, Folder, Watch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -208,12 +210,17 @@ def join(
         ranks.everyones(None)  # everyone's first beat is there
         watch.start()
         _watches.append(watch)
+    if gpus:
+        own = _own_stage[-1] if _own_stage else ranks
+        _shared.append(shared_by(own) if own.size > 1 else "a stage of one rank has nothing to join")
     return ranks
 
 
 #: This process's, while it is a rank; and its number, while ranks are linked over GPUs.
 _watches: list[Watch] = []
 _gpus: list[int] = []
+#: While ranks are linked over GPUs: what those of this one's stage share, or why they share none.
+_shared: list[Peers | str] = []
 #: While this process is a rank of a pipeline: how many stages there are, and its place among those of its own.
 _stages: list[int] = []
 _own_stage: list[Ranks] = []
@@ -238,13 +245,21 @@ def link_gpus() -> bool:
     return bool(_gpus)
 
 
+def peers(size: int) -> Peers | str:
+    """The memory that GPUs of this process's stage, of `size` ranks, share, or a sentence why they share none."""
+    found = _shared[-1] if _shared else "the ranks have no link between their GPUs (NCCL)"
+    return (
+        f"the process group has other ranks than {size}" if isinstance(found, Peers) and found.size != size else found
+    )
+
+
 def _store() -> Board:
     """The store whose address torchrun has set, by a connection of its own: one that waits for a key is taken."""
     import torch.distributed as dist
 
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store: Board = dist.TCPStore(  # type: ignore[attr-defined]
-        address, port, is_master=False, timeout=timedelta(seconds=SILENT)
+        address, port, is_master=False, timeout=timedelta(seconds=rank_watch.SILENT)
     )
     return store
 
@@ -255,7 +270,7 @@ def leave() -> None:
 
     while _watches:
         _watches.pop().stop()
-    for known in (_gpus, _stages, _own_stage, _sending):
+    for known in (_gpus, _shared, _stages, _own_stage, _sending):
         known.clear()
     if dist.is_initialized():
         dist.destroy_process_group()

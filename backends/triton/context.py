@@ -17,6 +17,7 @@ from graphrt.backends.triton.memory import TritonBuffer
 from graphrt.backends.triton.packing import Packed, PackedBuffer, pack, packing_of
 from graphrt.backends.triton.weights import unpacked
 from graphrt.bounds import span
+from graphrt.program import Choice
 from graphrt.tensor import Tensor
 
 PLAIN_TYPES = {
@@ -62,7 +63,7 @@ class Context:
     place: where tensors lie; target: the device; exact: no form that rounds activations to 8 bits; plan: which kernel
     makes each product and how what they read is stored, decided before the first launch (products/plan.py, whose
     plan_of() gives it with its type); shared: what steps of several nodes have in common, by a key of its maker's
-    (tables of rotations).
+    (tables of rotations); choices: what a lowering has decided, by its group's first node.
     """
 
     def __init__(self, place: Callable[[Tensor], Place], target: Target, exact: bool) -> None:
@@ -71,6 +72,7 @@ class Context:
         self.exact = exact
         self.plan: object = None
         self.shared: dict[Any, Any] = {}
+        self.choices: dict[Tensor, Choice] = {}
         self._scratch: dict[str, torch.Tensor] = {}
 
     def view(self, t: Tensor) -> View:

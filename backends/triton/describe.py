@@ -28,6 +28,8 @@ def step_info(segment: Segment, target: Target) -> StepInfo:
         choice = GradientsChoice(segment.chosen)
     elif segment.chosen is not None:
         choice = AttentionChoice(segment.chosen, target)
+    elif segment.joined is not None:
+        choice = segment.joined
     elif segment.products is not None or segment.stored is not None:
         choice = ProductsChoice(segment.products, segment.stored, _split(launches))
     elif _split(launches):

@@ -64,5 +64,5 @@ def lower(groups: Sequence[Group], ctx: Context, attention: Launcher) -> list[Se
         stored = plan.stored.get(group.results[-1])
         of_last = attention.chosen.get(nodes[-1])  # an attention behind what is done with it
         chosen = attention.chosen.get(nodes[0]) or of_last or attention.backward.chosen.get(nodes[0])
-        segments.append(Segment(group, steps, chosen, made, stored))
+        segments.append(Segment(group, steps, chosen, made, stored, ctx.choices.get(nodes[0])))
     return segments

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from graphrt.program import Group
+from graphrt.program import Choice, Group
 
 if TYPE_CHECKING:  # they import Triton, which whoever lists backends must not wait for
     from graphrt.backends.triton.accesses import Step
@@ -22,10 +22,12 @@ class Segment:
 
     chosen: of an attention its kernel and schedule (flash_attn/chosen.py), of gradients of one
     those (backward/launcher.py); products: of matrix products their routes
-    (kernels/products/plan.py); stored: how the last result lies in memory."""
+    (kernels/products/plan.py); stored: how the last result lies in memory; joined: of a sum over ranks how
+    it is added up."""
 
     group: Group
     steps: Sequence[Step]
     chosen: Chosen | BackChosen | None = None
     products: Planned | None = None
     stored: Stored | None = None
+    joined: Choice | None = None

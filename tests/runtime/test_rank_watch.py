@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
 
+from graphrt import rank_watch
 from graphrt.presence import Presence, here
 from graphrt.rank_watch import ABSENT, LONG, SILENT, STUCK, Beat, Fault, Folder, Judge, Watch
 
@@ -145,3 +147,16 @@ def test_a_board_that_is_gone_is_a_fault_unless_all_leave(left: int, n: int) -> 
     assert len(faults) == n
     if n:
         assert faults[0].rank == -1 and "where they do is gone (connection reset); start" in faults[0].text
+
+
+class Silent(Gone):
+    """A store at the other end of a link that is broken."""
+
+    def set(self, key: str, value: str) -> None:
+        Event().wait()
+
+
+def test_a_board_that_says_nothing_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_watch, "TICK", 0.002)
+    (fault,) = watched(Silent(), 2)
+    assert fault.rank == -1 and "no answer for 0 s, so that its host is gone or the link to it broken" in fault.text

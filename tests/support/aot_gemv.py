@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from graphrt.backends.triton.device import Target
+from graphrt.backends.triton.kernels.joined import join_launch
 from graphrt.backends.triton.kernels.products.activations import (
     NormWeight,
     Q8Rows,
@@ -20,6 +21,7 @@ from graphrt.backends.triton.kernels.products.gemv import Segment, gemv
 from graphrt.backends.triton.kernels.products.gemv_heads import head_gemv
 from graphrt.backends.triton.launch import Launch
 from graphrt.backends.triton.packing import PACKED_TYPES, Packed
+from graphrt.peers import Peers
 from support.aot_arch import target_of
 
 
@@ -91,11 +93,27 @@ def _launches(target: Target) -> Iterator[tuple[str, Launch]]:
             yield f"add_norm {k} n={n}", add_norm_quantize(target, x, first, x, x, norm, found, True)
         both = add_norm_quantize(target, x, None, x, x, norm, found if n == 1 else None, True, out_f32=x)
         yield f"add_norm to f32 too {k} n={n}", both
+    yield from _joins(target)
     for k in (576, 4096, 14336):
         x, found = Rows(torch.empty(2 * k), 2, k, k), Q8Rows.empty(2, k, "cpu")
         yield f"quantize {k}", quantize_rows(target, x, found)
         yield f"norm {k}", norm_quantize(target, x, torch.empty(k), 1e-6, found, x)
         yield f"norm to f16 {k}", norm_quantize(target, x, torch.empty(k), 1e-6, torch.empty(2, k, dtype=torch.float16))
+
+
+def _joins(target: Target) -> Iterator[tuple[str, Launch]]:
+    """Sums over ranks with what follows them: from all ranks' parts, and written to others in one step and in two."""
+    words = torch.empty(8, dtype=torch.int64)
+    for ranks, n, k, linked in ((2, 1, 4096, True), (4, 1, 8192, True), (8, 16, 8192, True), (3, 2, 640, False)):
+        if linked and not target.is_nvidia:
+            continue
+        x, norm = torch.empty(n, k), NormWeight(torch.empty(k), 1e-6)
+        peers = Peers(1, ranks, words, words, torch.empty(64, dtype=torch.int32)) if linked else None
+        found = Q8Rows.empty(n, k, "cpu") if n == 1 else torch.empty(n, k, dtype=torch.float16)
+        yield f"join {ranks} n={n} k={k}", join_launch(target, x, ranks, peers, x, x, None, norm, found, True)
+        both = join_launch(target, x, ranks, peers, x, x, norm, norm, None, False, out_f32=x)
+        yield f"join, norm before, {ranks} n={n} k={k}", both
+        yield f"join alone {ranks} n={n} k={k}", join_launch(target, x, ranks, peers, x)
 
 
 def aot_cases(arch: str) -> Iterator[tuple[str, Any, dict[str, Any], dict[str, Any]]]:

@@ -96,6 +96,7 @@ EVERY = {
     "tools/test_rank_faults.py": 5,
     "tools/test_share.py::test_a_crash_is_a_problem": 0,
     "tools/test_share.py::test_a_run_with_other_bits_fails": 0,
+    "tools/test_two_hosts.py": 0,
     "tools/test_trace.py::test_traced_values_are_those_of_the_reference": 2,
 }
 

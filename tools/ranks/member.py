@@ -143,11 +143,12 @@ def _say(path: Path, said: dict[str, Any]) -> None:
 
 def ends_aloud(verb: str, rank: int, size: int) -> Callable[[Fault], None]:
     """What ends one of torchrun's ranks when another one hangs: the first that is not to blame says it, on the stderr
-    of now."""
+    of now; of what is no rank's fault, such as a link that is broken, the first one of each host."""
     errors = sys.stderr
 
     def ended(fault: Fault) -> None:
-        if rank == (1 if fault.rank == 0 else 0):
+        speaks = int(os.environ.get("LOCAL_RANK", rank)) == 0 if fault.rank < 0 else rank == (fault.rank == 0)
+        if speaks:
             print(f"graphrt {verb}: {named(fault.rank, size)}{fault.text}", file=errors, flush=True)
         _end(fault, size)
 

@@ -18,10 +18,14 @@ import triton.language as tl
 from graphrt.backends.triton.accesses import Call, accesses
 from graphrt.backends.triton.context import Context, Step
 from graphrt.backends.triton.kernels.common.pdl import take_turn
+from graphrt.backends.triton.kernels.joined import join_launch, shots
+from graphrt.backends.triton.kernels.joined_fusions import why_apart, why_not_by_peers
 from graphrt.backends.triton.launch import Launch, launch_options
 from graphrt.ops.collectives import is_played
 from graphrt.ops.send_recv import on_link
-from graphrt.ranks import ONE_SHOT, current
+from graphrt.peers import Peers
+from graphrt.program import Choice
+from graphrt.ranks import ONE_SHOT, current, peers
 from graphrt.tensor import Tensor
 
 #: Elements that one program adds up.
@@ -70,7 +74,7 @@ def _flat(t: torch.Tensor, ctx: Context) -> tuple[torch.Tensor, list[Step]]:
     return memory.view(-1), [_copy(t, memory)]
 
 
-def _parts(sources: Sequence[torch.Tensor], ranks: int, ctx: Context) -> tuple[torch.Tensor, list[Step]]:
+def parts_side_by_side(sources: Sequence[torch.Tensor], ranks: int, ctx: Context) -> tuple[torch.Tensor, list[Step]]:
     """All ranks' elements, [ranks, n], and the steps that bring them there. sources: this rank's, or everyone's, of
     one shape."""
     first = sources[0]
@@ -95,12 +99,34 @@ def _views(node: Tensor, ctx: Context) -> list[torch.Tensor]:
     return [ctx.view(t).torch() for t in node.sources()]
 
 
+def joined_choice(node: Tensor) -> Choice:
+    """How an ALL_REDUCE is added up, and why so."""
+    p, kb = node.params, -(-node.data_nbytes // 1024)
+    alone, apart = why_not_by_peers(node), why_apart(node)
+    if alone is None and apart is None:
+        n = shots(p.ranks, node.data_nbytes)
+        each = "every rank writes its part to all others" if n == 1 else "a row's owner adds up and writes the sum"
+        reason = f"{kb} KB over {p.ranks} ranks whose GPUs share memory: {each}, in the launch that goes on with it"
+        return Choice("join_rows, one shot" if n == 1 else "join_rows, two shots", [reason])
+    refused = {"a launch that writes to other ranks": apart or alone or ""}
+    if is_played(node):
+        return Choice("parts side by side", [], refused)
+    gathers = node.data_nbytes <= ONE_SHOT
+    reason = f"{kb} KB: " + ("every rank has all parts" if gathers else "each rank adds up a piece")
+    return Choice("all_gather (NCCL)" if gathers else "all_to_all and all_gather (NCCL)", [reason], refused)
+
+
 def lower_all_reduce(nodes: Sequence[Tensor], ctx: Context) -> list[Step]:
-    """ALL_REDUCE: of up to 64 KB every rank has all parts; of more it adds up a piece, and pieces are handed on."""
+    """ALL_REDUCE: one launch where GPUs share memory. Else, of up to 64 KB every rank has all parts; of more it adds up
+    a piece, and pieces are handed on."""
     node = nodes[0]
     sources, ranks, out = _views(node, ctx), int(node.params.ranks), ctx.view(node).data
+    ctx.choices[node] = joined_choice(node)
+    shared = peers(ranks) if why_not_by_peers(node) is None and why_apart(node) is None else None
+    if isinstance(shared, Peers):
+        return [join_launch(ctx.target, sources[0].reshape(-1, node.ne[0]), ranks, shared, out.view(-1, node.ne[0]))]
     if is_played(node) or node.data_nbytes <= ONE_SHOT:
-        parts, steps = _parts(sources, ranks, ctx)
+        parts, steps = parts_side_by_side(sources, ranks, ctx)
         return [*steps, _sum(parts, out, ctx)]
     own, steps = _flat(sources[0], ctx)
     n, each = own.numel(), -(-own.numel() // ranks)
@@ -130,7 +156,7 @@ def lower_all_gather(nodes: Sequence[Tensor], ctx: Context) -> list[Step]:
             padded = _memory(ctx, "padded part", shape, own)
             steps.append(_copy(own, padded[..., : own.shape[-1]]))
             own = padded
-        parts, more = _parts([own], len(sizes), ctx)
+        parts, more = parts_side_by_side([own], len(sizes), ctx)
         steps += more
         sources = [part.view(shape)[..., :n] for part, n in zip(parts, sizes)]
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
@@ -144,9 +170,9 @@ def lower_reduce_scatter(nodes: Sequence[Tensor], ctx: Context) -> list[Step]:
     start, width = sum(p.sizes[: p.rank]), p.sizes[p.rank]
     sources = _views(node, ctx)
     if is_played(node):
-        parts, steps = _parts([t.narrow(-1, start, width) for t in sources], p.ranks, ctx)
+        parts, steps = parts_side_by_side([t.narrow(-1, start, width) for t in sources], p.ranks, ctx)
         return [*steps, _sum(parts, out.data, ctx)]
-    parts, steps = _parts(sources, p.ranks, ctx)
+    parts, steps = parts_side_by_side(sources, p.ranks, ctx)
     total = _memory(ctx, "padded sum", tuple(sources[0].shape), sources[0])
     return [*steps, _sum(parts, total.view(-1), ctx), _copy(total.narrow(-1, start, width), out.torch())]
 

@@ -52,7 +52,7 @@ def norm_mul_add_norm(nodes: Nodes) -> Iterator[Group]:
         total = nodes.only_reader(scaled) if scaled is not None else None
         if scaled is None or total is None or not are_whole_rows(norm["a"]):
             continue
-        after = _norm_of_sum(nodes, total)
+        after = norm_of_sum(nodes, total)
         if after is not None:
             yield _group("norm_mul_add_norm", nodes, NormOfSum(total, after, ScaledNorm(norm, scaled)))
 
@@ -61,7 +61,7 @@ def add_norm(nodes: Nodes) -> Iterator[Group]:
     """ADD of two tensors that are no products, which would take it, then the norm before the next block."""
     for total in nodes.of("ADD"):
         sources = list(total.sources())
-        after = _norm_of_sum(nodes, total) if all(are_whole_rows(s) for s in sources) else None
+        after = norm_of_sum(nodes, total) if all(are_whole_rows(s) for s in sources) else None
         if after is not None and not any(is_product(s) and nodes.only_reader(s) is total for s in sources):
             yield _group("add_norm", nodes, NormOfSum(total, after))
 
@@ -73,7 +73,7 @@ def _group(kernel: str, nodes: Nodes, found: NormOfSum) -> Group:
     return Group(members, kernel=kernel, results=[found.total, scaled], private=private, captured=found)
 
 
-def _norm_of_sum(nodes: Nodes, total: Tensor) -> ScaledNorm | None:
+def norm_of_sum(nodes: Nodes, total: Tensor) -> ScaledNorm | None:
     """RMS_NORM and MUL of an ADD of f32 rows without gaps."""
     if total.op != "ADD" or total["a"] is total["b"] or total.ne[0] > MAX_SUM:
         return None

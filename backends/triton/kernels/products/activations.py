@@ -198,6 +198,15 @@ def _store_f16(x, p_q, at, m, ORDERED: tl.constexpr):
     tl.store(p_q + at, x, mask=m)
 
 
+@triton.jit
+def store_row(y, p_q, p_d, p_s, row, i, k, TO: tl.constexpr, PARTS: tl.constexpr):
+    """Stores a whole row y, f32 [groups, 32], elements i of k, as TO says: "q8" in PARTS, "f16", "ordered", or not."""
+    if TO == "q8":
+        _store_q8(y, p_q, p_d, p_s, row, tl.arange(0, y.shape[0]), k, PARTS)
+    elif TO != "":
+        _store_f16(y, p_q, row * k + i, i < k, TO == "ordered")
+
+
 # --- kernels ---
 @accesses(reads="p_x", writes="p_q p_d p_s", helper=True)
 @triton.jit
@@ -271,7 +280,7 @@ def norm_rows(
 
 
 @triton.jit
-def _over_rms(x, k, eps):
+def row_over_rms(x, k, eps):
     """What makes x, one row with zeros past its k elements, a row of unit root mean square."""
     return 1.0 / tl.sqrt_rn(tl.sum(tl.sum(x * x, 1), 0) / k + eps)
 
@@ -306,17 +315,13 @@ def add_norm_rows(
             w = tl.load(p_w + i, mask=m, other=0.0)
         w2 = tl.load(p_w2 + i, mask=m, other=0.0)
     if p_w is not None:
-        x = x * _over_rms(x, k, eps) * w
+        x = x * row_over_rms(x, k, eps) * w
     x += residual
     tl.store(p_sum + at, x, mask=m)
-    y = x * _over_rms(x, k, eps2) * w2
+    y = x * row_over_rms(x, k, eps2) * w2
     if p_out is not None:
         tl.store(p_out + at, y, mask=m)
-    if TO == "q8":
-        group = tl.arange(0, BLOCK // 32)
-        _store_q8(y, p_q, p_d, p_s, row, group, k, PARTS)
-    elif TO != "":
-        _store_f16(y, p_q, at, m, TO == "ordered")
+    store_row(y, p_q, p_d, p_s, row, i, k, TO, PARTS)
 
 
 # --- launches ---
@@ -326,7 +331,7 @@ def quantize_rows(target: Target, x: Rows, out: Q8Rows | torch.Tensor) -> Launch
     """Rounds rows of x. out: Q8Rows of x's n and k, or f16 [n, k]; its memory must not overlap x's."""
     block = min(_BLOCK, max(32, 1 << (x.k - 1).bit_length()))
     args = {
-        "p_x": x.data, "x_row": x.row_stride, "x_col": x.stride, **_outputs(out), "k": x.k,
+        "p_x": x.data, "x_row": x.row_stride, "x_col": x.stride, **outputs_of(out), "k": x.k,
         "Q8": isinstance(out, Q8Rows), "BLOCK": block, "PDL": target.has_pdl,
     }  # fmt: skip
     return Launch(round_rows, (x.n, -(-x.k // block)), args, launch_options(target, max(1, block // 256)))
@@ -346,7 +351,7 @@ def norm_quantize(
     args = {
         "p_x": x.data, "x_row": x.row_stride, "x_col": x.stride, "p_w": weight, "eps": eps,
         "p_out": None if out_f32 is None else out_f32.data, "out_row": 0 if out_f32 is None else out_f32.row_stride,
-        **_outputs(out), "k": x.k, "TO_F32": out_f32 is not None, "TO": _form_of(out, ordered), "BLOCK": block,
+        **outputs_of(out), "k": x.k, "TO_F32": out_f32 is not None, "TO": form_of(out, ordered), "BLOCK": block,
         "EARLY": early and x.k <= block, "WHOLE": x.k <= block, "PDL": target.has_pdl,
     }  # fmt: skip
     return Launch(norm_rows, (x.n,), args, launch_options(target, min(16, max(1, block // 256))))
@@ -376,20 +381,21 @@ def add_norm_quantize(
     block = max(32, 1 << (k - 1).bit_length())
     args = {
         "p_x": x, "p_w": norm and norm.row, "eps": norm.eps if norm else 0.0, "p_residual": residual, "p_sum": total,
-        "p_w2": second.row, "eps2": second.eps, "p_out": out_f32, **_outputs(out), "k": k,
-        "TO": _form_of(out, ordered), "EARLY": early, "BLOCK": block, "PDL": target.has_pdl,
+        "p_w2": second.row, "eps2": second.eps, "p_out": out_f32, **outputs_of(out), "k": k,
+        "TO": form_of(out, ordered), "EARLY": early, "BLOCK": block, "PDL": target.has_pdl,
     }  # fmt: skip
     return Launch(add_norm_rows, (n,), args, launch_options(target, min(16, max(1, block // 256))))
 
 
-def _form_of(out: Q8Rows | torch.Tensor | None, ordered: bool) -> str:
+def form_of(out: Q8Rows | torch.Tensor | None, ordered: bool) -> str:
     """What kernels write, by the name that they have for it."""
     if out is None:
         return ""
     return "q8" if isinstance(out, Q8Rows) else "ordered" if ordered else "f16"
 
 
-def _outputs(out: Q8Rows | torch.Tensor | None) -> dict[str, torch.Tensor | int | None]:
+def outputs_of(out: Q8Rows | torch.Tensor | None) -> dict[str, torch.Tensor | int | None]:
+    """Arguments of a kernel that writes there."""
     if isinstance(out, Q8Rows):
         return {"p_q": out.q, "p_d": out.d, "p_s": out.s, "PARTS": out.parts}
     return {"p_q": out, "p_d": None, "p_s": None, "PARTS": 1}

@@ -20,6 +20,7 @@ from enum import Enum
 
 from graphrt.backend import Group
 from graphrt.backends.triton.context import Context
+from graphrt.backends.triton.kernels.joined_fusions import JoinedSum
 from graphrt.backends.triton.kernels.norm_fusions import NormOfSum, ScaledNorm
 from graphrt.backends.triton.kernels.products.forms import Form, Stored
 from graphrt.backends.triton.kernels.products.gemm_small import mma_launch
@@ -218,8 +219,8 @@ def _stored(group: Group, parts: Sequence[Part], readers: Sequence[tuple[Product
 def _row_of_norm(group: Group) -> Tensor | None:
     """The weights of a group whose launch can write a norm in other forms: the norm's rows lie at equal distances."""
     found = group.captured
-    if isinstance(found, NormOfSum):
-        return found.after.scaled["b"]
+    if isinstance(found, (NormOfSum, JoinedSum)):
+        return None if found.after is None else found.after.scaled["b"]
     if not isinstance(found, ScaledNorm) or found.total is not None:
         return None
     x = found.norm["a"]
