@@ -25,6 +25,8 @@ from graphrt.backends.triton.kernels.products.half import Activations, Gate
 from graphrt.backends.triton.launch import Launch, launch_options
 from graphrt.backends.triton.packing import Packed, packing_of
 
+#: Tokens of a tile, at most: wgmma's second operand has no more columns.
+MAX_TOKENS = 256
 #: Rows of a warpgroup; registers of a thread of the producer.
 ROWS, PRODUCER = 64, 72
 #: The producer's where the warpgroups have few. With a gate it has twice the pointers and needs them.
@@ -62,6 +64,13 @@ class HopperConfig:
         return 2 * self.warpgroups
 
 
+#: Configs for tiles of more than 64 tokens, in the order in which they are tried. There wgmma takes longer than weights
+#: take to come: their chunks may be short, and x, whose steps are large, gets the shared memory.
+_MANY = {
+    128: (HopperConfig(2, 2, 4, 4), HopperConfig(2, 1, 4, 3)), 256: (HopperConfig(2, 1, 4, 3), HopperConfig(2, 1, 4, 2)),
+}  # fmt: skip
+
+
 def chunk_bytes(kind: str, config: HopperConfig) -> int:
     """Shared memory of a chunk's planes and their barriers."""
     return config.rows * row_bytes(kind) * config.chunk + 16
@@ -83,6 +92,9 @@ def config_for(target: Target, kind: str, tokens: int, m: int, k: int) -> Hopper
     """The config for tiles of so many tokens, m rows in all of k elements; None: no way. Measured on an H100."""
     packing = packing_of(kind)
     assert packing is not None
+    if tokens > 64:
+        tried = (fitted(config, kind, tokens, target.shared_memory) for config in _MANY[tokens])
+        return next((config for config in tried if config is not None), None)
     chunk = next(c for c in (4, 2, 1) if c == 1 or k % (c * STEP) == 0)
     config = HopperConfig(2, chunk, 16 // chunk, 6)
     if -(-m // config.rows) > target.sm_count and not packing.high_bits:  # which take registers that aren't there
