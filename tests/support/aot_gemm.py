@@ -98,6 +98,10 @@ def _hopper_cases() -> Iterator[Case]:
     two, four, at_once = _HOPPER
     for kind in mma_launch.KINDS:
         yield case(kind, 64, two)
+    for kind, tokens, count, gate in (("q4_K", 128, 1, ""), ("q6_K", 256, 1, ""), ("q4_K", 256, 2, "swiglu")):
+        many = wgmma_launch.config_for(target, kind, tokens, 4096, 1024)
+        assert many is not None
+        yield case(kind, tokens, many, count, gate, None if gate else split)
     for tokens in (16, 32):
         yield case("q4_K", tokens, two)
         yield case("q4_K", tokens, at_once)

@@ -115,9 +115,10 @@ def registers_of(warpgroups: int, per_sm: int = 1, producer: int = PRODUCER) -> 
 def adds_shares(ranges: int, tokens: int) -> bool:
     """Whether all programs of a tile add up its parts, instead of the last one: where parts are many or large.
 
-    Measured on an H200 with 16 to 64 tokens and 2 to 8 parts.
+    Measured on an H200 with 16 to 64 tokens and 2 to 8 parts. Of more tokens the last one would not have the registers
+    to add up parts.
     """
-    return 2 < ranges <= MOST_SHARES and ranges * tokens >= 128
+    return ranges <= MOST_SHARES and (tokens > 64 or (ranges > 2 and ranges * tokens >= 128))
 
 
 def launch(
