@@ -70,8 +70,8 @@ def kernels(found: Sequence[Segment]) -> dict[str, Any]:
     ("n", "kinds", "form"),
     [
         (1, ("q4_K", "q6_K"), Form.Q8), (8, ("q4_K", "q2_K"), Form.Q8), (9, ("q4_K", "q6_K"), Form.F16_ORDERED),
-        (64, ("q4_K", "q4_K"), Form.F16_ORDERED), (9, ("q4_K", "q2_K"), Form.F16), (256, ("q4_K", "q6_K"), Form.F16_ORDERED),
-        (257, ("q4_K", "q6_K"), Form.F16),
+        (64, ("q4_K", "q4_K"), Form.F16_ORDERED), (9, ("q4_K", "q2_K"), Form.F16),
+        (256, ("q4_K", "q6_K"), Form.F16_ORDERED), (257, ("q4_K", "q6_K"), Form.F16),
         (9, ("q4_K", "f16"), Form.AS_IS), (9, ("q4_K", "iq2_xs"), Form.F16),
     ],
 )  # fmt: skip

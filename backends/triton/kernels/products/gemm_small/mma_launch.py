@@ -136,8 +136,8 @@ def product(
     biases: Sequence[torch.Tensor] = (), residual: torch.Tensor | None = None, gate: Gate | None = None,
     config: BatchConfig | HopperConfig | None = None,
 ) -> Launch:  # fmt: skip
-    """x times weights that mma.py or wgmma.py takes, which aligned() is true of, in one launch: of one type, up to MAX_SEGMENTS; with a
-    gate two of one size.
+    """x times weights that mma.py or wgmma.py takes, which aligned() is true of, in one launch: of one type, up to
+    MAX_SEGMENTS; with a gate two of one size.
 
     outs: f32 [n, m] of each, or one with a gate. biases: f32 [m] of each, or none. residual: f32 like the only out,
     which it may be. x: ordered for wgmma.py, else in order of k for mma.py.
