@@ -6,10 +6,10 @@ the answer depends on is in the Product (product.py) and the Setting, so that pl
 (`rounds_activations`) and tests get the same one.
 
 Up to 8 tokens: gemv.py, gemv_heads.py and experts/gemv.py read each weight once a token and are bound by memory; packed
-weights are multiplied with activations rounded to 8 bits, which results that are to be exact forbid. Up to 64,
-on Hopper up to 256: gemm_small reads weights once for all tokens and multiplies in 16 bits. More: weights are
-dequantized to scratch, then the vendor's product. Experts' pairs of token and expert count as tokens, and take kernels of their own, and so do the
-products that are gradients of others (Product.transposed): they add up over the rows of a weight.
+weights are multiplied with activations rounded to 8 bits, which results that are to be exact forbid. Up to 64, on
+Hopper up to 256: gemm_small reads weights once for all tokens and multiplies in 16 bits. More: weights are dequantized
+to scratch, then the vendor's product. Experts' pairs of token and expert count as tokens, and take kernels of their
+own, and so do the products that are gradients of others (Product.transposed): they add up over the rows of a weight.
 """
 
 from __future__ import annotations
