@@ -105,6 +105,9 @@ def _hopper_cases() -> Iterator[Case]:
     for tokens in (16, 32):
         yield case("q4_K", tokens, two)
         yield case("q4_K", tokens, at_once)
+    one = wgmma_launch.config_for(target, "q4_K", 64, 4096, 4096)
+    assert one is not None and one.warpgroups == 1
+    yield case("q4_K", 64, one, split=split)
     for tokens in (16, 64):  # q6_K's high bits take registers that four warpgroups don't have
         yield case("q4_K", tokens, four)
     yield case("q6_K", 32, two)

@@ -217,14 +217,27 @@ def test_what_fits(config: HopperConfig, tokens: int) -> None:
     assert wgmma_launch.fitted(config, "q4_K", tokens, 32768) is None
 
 
+def test_few_parts_of_short_rows() -> None:
+    """One warpgroup a program from a third of the multiprocessors' tiles on, up to all of them."""
+
+    def warpgroups(m: int, k: int = 4096, kind: str = "q4_K", tokens: int = 64) -> int:
+        found = wgmma_launch.config_for(TARGET, kind, tokens, m, k)
+        assert found is not None
+        return found.warpgroups
+
+    assert [warpgroups(m) for m in (1024, 44 * 64, 44 * 64 + 1, 4096, 6144, 132 * 64)] == [2, 2, 1, 1, 1, 1]
+    assert [warpgroups(4096, 14336), warpgroups(4096, kind="q6_K"), warpgroups(4096, tokens=32)] == [2, 2, 2]
+
+
 @pytest.mark.parametrize("tokens", [128, 256])
 def test_what_fits_of_many_tokens(tokens: int) -> None:
     """Every type has a config, with buffers of x for a step ahead and two of planes."""
     for kind in mma_launch.KINDS:
-        found = wgmma_launch.config_for(TARGET, kind, tokens, 4096, 4096)
-        assert found is not None and found.stages >= 2 and found.x_stages >= 2
-        rings = found.stages * wgmma_launch.chunk_bytes(kind, found) + found.x_stages * (tokens * 256 + 16)
-        assert rings + 1024 <= TARGET.shared_memory
+        for m in (4096, 28672):
+            found = wgmma_launch.config_for(TARGET, kind, tokens, m, 4096)
+            assert found is not None and found.stages >= 2 and found.x_stages >= 2
+            rings = found.stages * wgmma_launch.chunk_bytes(kind, found) + found.x_stages * (tokens * 256 + 16)
+            assert rings + 1024 <= TARGET.shared_memory
 
 
 @pytest.mark.parametrize("chunk", [2, 4])

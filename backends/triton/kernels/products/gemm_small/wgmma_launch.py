@@ -29,6 +29,9 @@ from graphrt.backends.triton.packing import Packed, packing_of
 MAX_TOKENS = 256
 #: Rows of a warpgroup; registers of a thread of the producer.
 ROWS, PRODUCER = 64, 72
+#: Rows of up to so many elements are multiplied with 64 tokens by one warpgroup a program, if every tile of
+#: 64 rows has a multiprocessor and k is split in two at most: two warpgroups would make more parts to add up.
+SHORT = 8192
 #: The producer's where the warpgroups have few. With a gate it has twice the pointers and needs them.
 SPARING = 64
 
@@ -90,11 +93,15 @@ def fitted(config: HopperConfig, kind: str, tokens: int, shared_memory: int) -> 
 
 
 def config_for(target: Target, kind: str, tokens: int, m: int, k: int) -> HopperConfig | None:
-    """The config for tiles of so many tokens, m rows in all of k elements; None: no way. Measured on an H100."""
+    """The config for tiles of so many tokens, m rows in all of k elements; None: no way. Measured on an H100, of 64
+    tokens and more on an H200."""
     packing = packing_of(kind)
     assert packing is not None
     if tokens > 64:
-        tried = (fitted(config, kind, tokens, target.shared_memory) for config in _MANY[tokens])
+        many = _MANY[tokens]
+        if tokens == 256 and -(-m // many[0].rows) > target.sm_count:
+            many = (HopperConfig(2, 2, 2, 2), *many)
+        tried = (fitted(config, kind, tokens, target.shared_memory) for config in many)
         return next((config for config in tried if config is not None), None)
     chunk = next(c for c in (4, 2, 1) if c == 1 or k % (c * STEP) == 0)
     config = HopperConfig(2, chunk, 16 // chunk, 6)
@@ -103,6 +110,10 @@ def config_for(target: Target, kind: str, tokens: int, m: int, k: int) -> Hopper
             config = HopperConfig(2, chunk, 8 // chunk, 4, per_sm=2)
         else:
             config = HopperConfig(4, chunk, 8 // chunk, 4)
+    elif tokens == 64 and k <= SHORT and not packing.high_bits:
+        tiles = -(-m // ROWS)
+        if target.sm_count // 3 < tiles <= target.sm_count:
+            config = HopperConfig(1, chunk, 16 // chunk, 6)
     return fitted(config, kind, tokens, target.shared_memory)
 
 
