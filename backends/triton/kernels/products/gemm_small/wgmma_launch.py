@@ -69,7 +69,7 @@ class HopperConfig:
 
 #: Configs for tiles of more than 64 tokens, in the order in which they are tried. There wgmma takes longer than weights
 #: take to come: their chunks may be short, and x, whose steps are large, gets the shared memory.
-_MANY = {
+_MANY: dict[int, tuple[HopperConfig, ...]] = {
     128: (HopperConfig(2, 2, 4, 4), HopperConfig(2, 1, 4, 3)),
     256: (HopperConfig(2, 1, 4, 3), HopperConfig(2, 1, 4, 2)),
 }  # fmt: skip
