@@ -98,9 +98,16 @@ def _hopper_cases() -> Iterator[Case]:
     two, four, at_once = _HOPPER
     for kind in mma_launch.KINDS:
         yield case(kind, 64, two)
+    for kind, tokens, count, gate in (("q4_K", 128, 1, ""), ("q6_K", 256, 1, ""), ("q4_K", 256, 2, "swiglu")):
+        many = wgmma_launch.config_for(target, kind, tokens, 4096, 1024)
+        assert many is not None
+        yield case(kind, tokens, many, count, gate, None if gate else split)
     for tokens in (16, 32):
         yield case("q4_K", tokens, two)
         yield case("q4_K", tokens, at_once)
+    one = wgmma_launch.config_for(target, "q4_K", 64, 4096, 4096)
+    assert one is not None and one.warpgroups == 1
+    yield case("q4_K", 64, one, split=split)
     for tokens in (16, 64):  # q6_K's high bits take registers that four warpgroups don't have
         yield case("q4_K", tokens, four)
     yield case("q6_K", 32, two)

@@ -73,6 +73,25 @@ def test_configs(warpgroups: int, chunk: int, stages: int) -> None:
         _check("q4_0", 9, 72, 128 * steps, HopperConfig(warpgroups, chunk, stages, x_stages), (x_stages, stages))
 
 
+@pytest.mark.parametrize(
+    ("kind", "n", "config"),
+    [
+        ("q4_K", 65, HopperConfig(2, 2, 4, 4)),
+        ("q6_K", 200, HopperConfig(2, 1, 2, 3)),
+        ("q8_0", 256, HopperConfig(2, 1, 3, 2)),
+    ],
+)
+def test_many_tokens(kind: str, n: int, config: HopperConfig) -> None:
+    """Tiles of 128 and 256 tokens, also where k is split and every program adds up a share."""
+    _check(kind, n, 72, 1280, config, SEEDS)
+    (w, values), (x, exact) = weight_of(kind, 72, 1280, paired=True), x_of(n, 1280, factors=True)
+    tokens, added = mma_launch.padded_tokens(n), torch.ones(n, 72)
+    parts, counter = torch.full((2 * 3 * 64 * tokens,), float("nan")), torch.zeros(4, dtype=torch.int32)
+    split = mma_launch.Split(3, 2 * (2 // config.chunk), parts, counter)
+    _run([w], x, [added], config, residual=added, split=split)
+    assert nmse(added, exact @ values.T + 1) < 1e-9 and not counter.any()
+
+
 def _split(ranges: int, steps: int, tiles: int) -> mma_launch.Split:
     """tiles: of a warpgroup."""
     parts = torch.full((tiles * ranges * 64 * 64,), float("nan"))
@@ -196,6 +215,29 @@ def test_what_fits(config: HopperConfig, tokens: int) -> None:
         barriers = 2 * 8 * (found.stages + found.x_stages)
         assert found.per_sm * (planes + x + barriers + 1024) <= TARGET.shared_memory + 1024
     assert wgmma_launch.fitted(config, "q4_K", tokens, 32768) is None
+
+
+def test_few_parts_of_short_rows() -> None:
+    """One warpgroup a program from a third of the multiprocessors' tiles on, up to all of them."""
+
+    def warpgroups(m: int, k: int = 4096, kind: str = "q4_K", tokens: int = 64) -> int:
+        found = wgmma_launch.config_for(TARGET, kind, tokens, m, k)
+        assert found is not None
+        return found.warpgroups
+
+    assert [warpgroups(m) for m in (1024, 44 * 64, 44 * 64 + 1, 4096, 6144, 132 * 64)] == [2, 2, 1, 1, 1, 1]
+    assert [warpgroups(4096, 14336), warpgroups(4096, kind="q6_K"), warpgroups(4096, tokens=32)] == [2, 2, 2]
+
+
+@pytest.mark.parametrize("tokens", [128, 256])
+def test_what_fits_of_many_tokens(tokens: int) -> None:
+    """Every type has a config, with buffers of x for a step ahead and two of planes."""
+    for kind in mma_launch.KINDS:
+        for m in (4096, 28672):
+            found = wgmma_launch.config_for(TARGET, kind, tokens, m, 4096)
+            assert found is not None and found.stages >= 2 and found.x_stages >= 2
+            rings = found.stages * wgmma_launch.chunk_bytes(kind, found) + found.x_stages * (tokens * 256 + 16)
+            assert rings + 1024 <= TARGET.shared_memory
 
 
 @pytest.mark.parametrize("chunk", [2, 4])

@@ -70,7 +70,8 @@ def kernels(found: Sequence[Segment]) -> dict[str, Any]:
     ("n", "kinds", "form"),
     [
         (1, ("q4_K", "q6_K"), Form.Q8), (8, ("q4_K", "q2_K"), Form.Q8), (9, ("q4_K", "q6_K"), Form.F16_ORDERED),
-        (64, ("q4_K", "q4_K"), Form.F16_ORDERED), (9, ("q4_K", "q2_K"), Form.F16), (65, ("q4_K", "q6_K"), Form.F16),
+        (64, ("q4_K", "q4_K"), Form.F16_ORDERED), (9, ("q4_K", "q2_K"), Form.F16),
+        (256, ("q4_K", "q6_K"), Form.F16_ORDERED), (257, ("q4_K", "q6_K"), Form.F16),
         (9, ("q4_K", "f16"), Form.AS_IS), (9, ("q4_K", "iq2_xs"), Form.F16),
     ],
 )  # fmt: skip
@@ -104,7 +105,7 @@ def test_what_others_read_too_stays_as_it_is(n: int) -> None:
 
 @pytest.mark.parametrize(("value", "form"), [(65000 / K**0.5, Form.F16), (66000 / K**0.5, Form.AS_IS)])
 def test_a_norm_that_may_pass_the_range_of_f16_stays_in_f32(value: float, form: Form) -> None:
-    x = norm(65, value)
+    x = norm(257, value)
     assert stored(segments(ops.mul_mat(weight("q4_K", K, 64), x))).form is form
 
 
@@ -118,7 +119,7 @@ def block(n: int, kinds: tuple[str, str], m: int = 512) -> list[Segment]:
     ("n", "kinds", "joined", "form"),
     [
         (1, ("q4_K", "q6_K"), True, Form.AS_IS), (32, ("q4_K", "q4_K"), True, Form.AS_IS),
-        (32, ("q4_K", "q6_K"), False, Form.F16_SCALED), (65, ("q4_K", "q4_K"), False, Form.F16_SCALED),
+        (32, ("q4_K", "q6_K"), False, Form.F16_SCALED), (257, ("q4_K", "q4_K"), False, Form.F16_SCALED),
         (3, ("q4_K", "f16"), False, Form.AS_IS),
     ],
 )  # fmt: skip
@@ -155,7 +156,8 @@ def test_kernels_are_asked_in_order_and_refuse_with_a_sentence() -> None:
 @pytest.mark.parametrize(
     ("name", "n", "kernel"),
     [("h100", 32, "gemm_small_wgmma"), ("a100", 32, "gemm_small_mma"), ("mi300x", 32, "gemm_small"),
-     ("h100", 3, "gemv"), ("mi300x", 65, "gemm_large")],
+     ("h100", 3, "gemv"), ("h100", 256, "gemm_small_wgmma"), ("h100", 257, "gemm_large"), ("a100", 65, "gemm_large"),
+     ("mi300x", 65, "gemm_large")],
 )  # fmt: skip
 def test_each_device_has_its_kernels(name: str, n: int, kernel: str) -> None:
     node = ops.mul_mat(Tensor("q4_K", (K, 64)), Tensor("f32", (K, n)))
@@ -187,4 +189,4 @@ def test_products_of_one_launch() -> None:
 
     assert parts(2) == [[0, 2, 3], [5], [1, 4]]
     assert parts(32) == [[0, 3], [2], [5], [1], [4]] and parts(32, [3]) == [[0], [2], [3], [5], [1], [4]]
-    assert parts(65) == [[0], [1], [2], [3], [4], [5]]
+    assert parts(257) == [[0], [1], [2], [3], [4], [5]]

@@ -6,10 +6,10 @@ the answer depends on is in the Product (product.py) and the Setting, so that pl
 (`rounds_activations`) and tests get the same one.
 
 Up to 8 tokens: gemv.py, gemv_heads.py and experts/gemv.py read each weight once a token and are bound by memory; packed
-weights are multiplied with activations rounded to 8 bits, which results that are to be exact forbid. Up to 64:
-gemm_small reads weights once for all tokens and multiplies in 16 bits. More: weights are dequantized to scratch, then
-the vendor's product. Experts' pairs of token and expert count as tokens, and take kernels of their own, and so do the
-products that are gradients of others (Product.transposed): they add up over the rows of a weight.
+weights are multiplied with activations rounded to 8 bits, which results that are to be exact forbid. Up to 64, on
+Hopper up to 256: gemm_small reads weights once for all tokens and multiplies in 16 bits. More: weights are dequantized
+to scratch, then the vendor's product. Experts' pairs of token and expert count as tokens, and take kernels of their
+own, and so do the products that are gradients of others (Product.transposed): they add up over the rows of a weight.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from graphrt.backends.triton.kernels.experts.gather import MAX_ROW
 from graphrt.backends.triton.kernels.products import fusions, gemv
 from graphrt.backends.triton.kernels.products.activations import GLU_KINDS, parts_of
 from graphrt.backends.triton.kernels.products.forms import Form
-from graphrt.backends.triton.kernels.products.gemm_small import mma_launch
+from graphrt.backends.triton.kernels.products.gemm_small import mma_launch, wgmma_launch
 from graphrt.backends.triton.kernels.products.gemm_small.arguments import STEP
 from graphrt.backends.triton.kernels.products.product import PLAIN, Product
 from graphrt.backends.triton.packing import packing_of
@@ -181,15 +181,22 @@ def _gemv(p: Product, s: Setting) -> str | None:
 
 
 def _mma(p: Product, s: Setting) -> str | None:
-    """What wgmma and mma have in common."""
     if not s.target.is_nvidia:
         return "is NVIDIA's"
+    found = _why_not_batch(p, mma_launch.MAX_TOKENS)
+    if found is None and not mma_launch.fits(p.type, p.weight.ne[0], p.broadcast.tokens, s.target):
+        return "finds too little shared memory for its buffers"
+    return found
+
+
+def _why_not_batch(p: Product, most: int) -> str | None:
+    """What wgmma and mma have in common. most: tokens."""
     if not p.is_packed:
         return "takes packed weights"
     b = p.broadcast
-    if b.tokens > mma_launch.MAX_TOKENS:
-        return f"takes up to {mma_launch.MAX_TOKENS} tokens"
-    if b.count > 1 or not mma_launch.fits(p.type, p.weight.ne[0], b.tokens, s.target):
+    if b.tokens > most:
+        return f"takes up to {most} tokens"
+    if b.count > 1 or not mma_launch.has_whole_steps(p.type, p.weight.ne[0]):
         return f"takes one matrix of {', '.join(mma_launch.KINDS)} whose rows are whole steps"
     if not (p.x_aligned and p.aligned):
         return "copies 16 bytes at a time, and x or the weights don't begin where it can"
@@ -201,7 +208,7 @@ def _mma(p: Product, s: Setting) -> str | None:
 def _wgmma(p: Product, s: Setting) -> str | None:
     if s.target.arch != "sm_90":
         return "is Hopper's"
-    found = _mma(p, s)
+    found = _why_not_batch(p, wgmma_launch.MAX_TOKENS)
     if found is None and not mma_launch.has_wgmma_config(s.target, p.type, p.weight.ne[0], p.broadcast.tokens):
         return "finds too little shared memory for its buffers"
     if found is None and p.x.dtype.name != "f32":
@@ -273,7 +280,7 @@ KERNELS = (
     Kernel("gemv", _gemv, _in_8_bits, _up_to_8, lambda p: True),
     Kernel(
         "gemm_small_wgmma", _wgmma, lambda p: Form.F16_ORDERED,
-        lambda p: f"it takes up to {mma_launch.MAX_TOKENS} on Hopper, weights dequantized in registers for wgmma",
+        lambda p: f"it takes up to {wgmma_launch.MAX_TOKENS} on Hopper, weights dequantized in registers for wgmma",
         lambda p: True,
     ),
     Kernel(

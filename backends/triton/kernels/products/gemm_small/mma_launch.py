@@ -97,13 +97,17 @@ def config_for(target: Target, kind: str, n: int) -> BatchConfig | None:
     return fitted(_CONFIGS[padded_tokens(n)], kind, n, target.shared_memory)
 
 
+def has_whole_steps(kind: str, k: int) -> bool:
+    """Whether it is one of KINDS and rows of k elements are whole steps of mma.py and wgmma.py."""
+    packing = packing_of(kind)
+    return kind in KINDS and packing is not None and k % (256 if packing.supers else STEP) == 0
+
+
 def fits(kind: str, k: int, n: int, target: Target) -> bool:
     """Whether a product of n tokens with weights of a type and rows of k elements can take mma.py."""
-    if not target.is_nvidia or kind not in KINDS or not 1 <= n <= MAX_TOKENS:
+    if not target.is_nvidia or not has_whole_steps(kind, k) or not 1 <= n <= MAX_TOKENS:
         return False
-    packing = packing_of(kind)
-    step = 256 if packing is not None and packing.supers else STEP
-    return k % step == 0 and config_for(target, kind, n) is not None
+    return config_for(target, kind, n) is not None
 
 
 def aligned(w: Packed) -> bool:
@@ -123,7 +127,7 @@ def splits_of(target: Target, config: BatchConfig | HopperConfig, tiles: int, k:
 
 
 def has_wgmma_config(target: Target, kind: str, k: int, n: int) -> bool:
-    """Whether wgmma.py has a config for a product that fits()."""
+    """Whether wgmma.py has a config for a product of up to wgmma_launch.MAX_TOKENS."""
     return wgmma_launch.config_for(target, kind, padded_tokens(n), 1, k) is not None
 
 
@@ -132,8 +136,8 @@ def product(
     biases: Sequence[torch.Tensor] = (), residual: torch.Tensor | None = None, gate: Gate | None = None,
     config: BatchConfig | HopperConfig | None = None,
 ) -> Launch:  # fmt: skip
-    """x times weights of which fits() and aligned() are true, in one launch: of one type, up to MAX_SEGMENTS; with a
-    gate two of one size.
+    """x times weights that mma.py or wgmma.py takes, which aligned() is true of, in one launch: of one type, up to
+    MAX_SEGMENTS; with a gate two of one size.
 
     outs: f32 [n, m] of each, or one with a gate. biases: f32 [m] of each, or none. residual: f32 like the only out,
     which it may be. x: ordered for wgmma.py, else in order of k for mma.py.

@@ -74,7 +74,8 @@ class Shape:
 
 @dataclass(frozen=True)
 class Form(Shape):
-    """batch_wgmma's choices. tokens: 16, 32 or 64; segments: matrices; shares: of a split, see results.py."""
+    """batch_wgmma's choices. tokens: a power of two, 16 to 256; segments: matrices; shares: of a split, see
+    results.py."""
 
     segments: int
     split: bool

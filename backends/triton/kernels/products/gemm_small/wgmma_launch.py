@@ -25,8 +25,13 @@ from graphrt.backends.triton.kernels.products.half import Activations, Gate
 from graphrt.backends.triton.launch import Launch, launch_options
 from graphrt.backends.triton.packing import Packed, packing_of
 
+#: Tokens of a tile, at most: wgmma's second operand has no more columns.
+MAX_TOKENS = 256
 #: Rows of a warpgroup; registers of a thread of the producer.
 ROWS, PRODUCER = 64, 72
+#: Rows of up to so many elements are multiplied with 64 tokens by one warpgroup a program, if every tile of
+#: 64 rows has a multiprocessor and k is split in two at most: two warpgroups would make more parts to add up.
+SHORT = 8192
 #: The producer's where the warpgroups have few. With a gate it has twice the pointers and needs them.
 SPARING = 64
 
@@ -62,6 +67,14 @@ class HopperConfig:
         return 2 * self.warpgroups
 
 
+#: Configs for tiles of more than 64 tokens, in the order in which they are tried. There wgmma takes longer than weights
+#: take to come: their chunks may be short, and x, whose steps are large, gets the shared memory.
+_MANY: dict[int, tuple[HopperConfig, ...]] = {
+    128: (HopperConfig(2, 2, 4, 4), HopperConfig(2, 1, 4, 3)),
+    256: (HopperConfig(2, 1, 4, 3), HopperConfig(2, 1, 4, 2)),
+}  # fmt: skip
+
+
 def chunk_bytes(kind: str, config: HopperConfig) -> int:
     """Shared memory of a chunk's planes and their barriers."""
     return config.rows * row_bytes(kind) * config.chunk + 16
@@ -80,9 +93,16 @@ def fitted(config: HopperConfig, kind: str, tokens: int, shared_memory: int) -> 
 
 
 def config_for(target: Target, kind: str, tokens: int, m: int, k: int) -> HopperConfig | None:
-    """The config for tiles of so many tokens, m rows in all of k elements; None: no way. Measured on an H100."""
+    """The config for tiles of so many tokens, m rows in all of k elements; None: no way. Measured on an H100, of 64
+    tokens and more on an H200."""
     packing = packing_of(kind)
     assert packing is not None
+    if tokens > 64:
+        many = _MANY[tokens]
+        if tokens == 256 and -(-m // many[0].rows) > target.sm_count:
+            many = (HopperConfig(2, 2, 2, 2), *many)
+        tried = (fitted(config, kind, tokens, target.shared_memory) for config in many)
+        return next((config for config in tried if config is not None), None)
     chunk = next(c for c in (4, 2, 1) if c == 1 or k % (c * STEP) == 0)
     config = HopperConfig(2, chunk, 16 // chunk, 6)
     if -(-m // config.rows) > target.sm_count and not packing.high_bits:  # which take registers that aren't there
@@ -90,6 +110,10 @@ def config_for(target: Target, kind: str, tokens: int, m: int, k: int) -> Hopper
             config = HopperConfig(2, chunk, 8 // chunk, 4, per_sm=2)
         else:
             config = HopperConfig(4, chunk, 8 // chunk, 4)
+    elif tokens == 64 and k <= SHORT and not packing.high_bits:
+        tiles = -(-m // ROWS)
+        if target.sm_count // 3 < tiles <= target.sm_count:
+            config = HopperConfig(1, chunk, 16 // chunk, 6)
     return fitted(config, kind, tokens, target.shared_memory)
 
 
@@ -103,9 +127,10 @@ def registers_of(warpgroups: int, per_sm: int = 1, producer: int = PRODUCER) -> 
 def adds_shares(ranges: int, tokens: int) -> bool:
     """Whether all programs of a tile add up its parts, instead of the last one: where parts are many or large.
 
-    Measured on an H200 with 16 to 64 tokens and 2 to 8 parts.
+    Measured on an H200 with 16 to 64 tokens and 2 to 8 parts. Of more tokens the last one would not have the registers
+    to add up parts.
     """
-    return 2 < ranges <= MOST_SHARES and ranges * tokens >= 128
+    return ranges <= MOST_SHARES and (tokens > 64 or (ranges > 2 and ranges * tokens >= 128))
 
 
 def launch(
