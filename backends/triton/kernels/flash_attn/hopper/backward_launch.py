@@ -136,8 +136,8 @@ def keys_launch(
     used = c.keys_bytes(x.d) + (c.scores_bytes() if scores is not None else 0)
     stages, mask_desc = x.mask_ring(used, c.block_m, parts, WG_ROWS)
     s_desc = box_descriptor(scores, WG_ROWS, c.block_m, idle=scores.stride(2)) if scores is not None else None
-    of = {"of_k": dk is not None, "of_v": dv is not None, "stored": scores is not None}
-    spec = replace(x.spec(c), mask_stages=stages, **of)
+    stored = scores is not None
+    spec = replace(x.spec(c), mask_stages=stages, of_k=dk is not None, of_v=dv is not None, stored=stored)
     some = dk if dk is not None else dv
     args = x.common(side_by_side(x, gqa * n_q, 1)) | {
         "q_desc": x.box(x.q, c.block_m), "o_desc": x.box(x.d_out, c.block_m), "k_desc": x.box(x.k, c.block_n),
