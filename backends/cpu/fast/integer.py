@@ -270,13 +270,16 @@ def _add_unit(f: Fn, form: Form, unit: Unit, row: Val, xs: Sequence[Val], sums: 
     decoded = t.decode(f, blocks, unit.count)
     runs, size = form.runs(unit.count), t.size * unit.count
     # what sums of x are multiplied with: offsets, or what a run's codes have too much
-    weighted = decoded.offsets if decoded.offsets is not None else decoded.scales * -float(form.zero)
+    too_much = decoded.scales if form.starts else decoded.scales * -float(form.zero)
+    weighted = decoded.offsets if decoded.offsets is not None else too_much
     at, chunks = 0, list[tuple[list[int], int, Val]]()  # the runs of a chunk's lanes, its first byte, its codes
     for codes, indices in zip(decoded.chunks, t.layout(unit.count), strict=True):
         chunks.append(([index // t.sub for index in indices[::4]], at, form.biased(codes)))
         at += len(indices)
     for x, total in zip(xs, sums, strict=True):
         steps, x_sums = (f.load(x + unit.scales + 4 * runs * i, F32, runs) for i in range(2))
+        if form.starts:
+            x_sums = x_sums.as_bits(I32).to(F32) * steps
         if t.offsets or form.zero:
             total.v = f.fma(widen(weighted), widen(x_sums), total.v)
         scale = decoded.scales * steps
