@@ -9,9 +9,9 @@ says which value each byte is), and a scale, perhaps an offset too, for each run
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from graphrt.backends.cpu.fast.ir import F16, F32, I8, I16, I32, I64, Fn, Val, concat
+from graphrt.backends.cpu.fast.ir import F16, F32, I8, I16, I32, I64, LANES, Fn, Val, concat
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,9 @@ class CodeType:
     sub: consecutive values with one scale. layout(count): for each chunk of `count` blocks the index of the value that
     each byte is. decode(f, address, count): so many blocks. zero: the code of the value `offset`. signed: codes are
     -128 to 127, else 0 to 127. offsets: runs have offsets, else 0. at_once: blocks that are best decoded together, 1 or
-    a power of two. largest: where scales are whole numbers times one scale of the block (of a type with at_once 1), the
-    largest product of such a number and a code less its zero; else 0.
+    a power of two. rows_at_once: the same where rows are multiplied with few tokens, 0 for no other number: as many
+    blocks as have 16 runs, a lane of sums for each. largest: where scales are whole numbers times one scale of the
+    block (of a type with at_once 1), the largest product of such a number and a code less its zero; else 0.
     """
 
     name: str
@@ -50,6 +51,12 @@ class CodeType:
     offsets: bool = False
     at_once: int = 1
     largest: int = 0
+    rows_at_once: int = 0
+
+    @property
+    def of_rows(self) -> CodeType:
+        """As rows are multiplied with few tokens."""
+        return replace(self, at_once=self.rows_at_once, rows_at_once=0) if self.rows_at_once else self
 
     @property
     def units(self) -> list[int]:
@@ -59,15 +66,17 @@ class CodeType:
 
 # layouts
 
-#: Blocks of 32 that lie in eights.
-EIGHT = 8
+#: Blocks of 32 that lie in eights, and in fours.
+EIGHT, SIXTEEN = 8, 16
 
 
 def eights_of_32(count: int) -> list[list[int]]:
     """Of 8 blocks of 32 the first 8 values of each, then the second 8, and so on: lanes have the same scales in all
-    chunks. Of fewer blocks the first 16 values of each, then the others; of 2 these are one chunk."""
-    if count == EIGHT:
-        return [[32 * b + 8 * part + i for b in range(count) for i in range(8)] for part in range(4)]
+    chunks. Of 16 blocks the first 4 of each, and so on: a lane has a block. Of fewer blocks the first 16 values of
+    each, then the others; of 2 these are one chunk."""
+    if count >= EIGHT:
+        n = 64 // count
+        return [[32 * b + n * part + i for b in range(count) for i in range(n)] for part in range(32 // n)]
     halves = [[32 * b + 16 * half + i for b in range(count) for i in range(16)] for half in range(2)]
     return [halves[0] + halves[1]] if count == 2 else halves
 
@@ -83,8 +92,10 @@ def k_natural(count: int) -> list[list[int]]:
 
 
 def k_eights(count: int) -> list[list[int]]:
-    """Of 256 values the first 8 of each 32, then the second 8, and so on: lanes have the same scales in all chunks."""
-    return [[32 * run + 8 * part + i for run in range(8) for i in range(8)] for part in range(4)]
+    """Of 256 values the first 8 of each 32, then the second 8, and so on: lanes have the same scales in all chunks. Of
+    two blocks the first 4, and so on."""
+    n = 8 // count
+    return [[32 * run + n * part + i for run in range(8 * count) for i in range(n)] for part in range(4 * count)]
 
 
 def k_fours(count: int) -> list[list[int]]:
@@ -128,10 +139,14 @@ def half(f: Fn, p: Val, n: int) -> Val:
     return f.splat(f.load(p, I16)).as_bits(F16).to(F32).part(0, n)
 
 
+def words_of(f: Fn, p: Val, step: int, count: int) -> Val:
+    """Four bytes of each of `count` blocks as i32 lanes."""
+    return f.join([f.load(p + step * i, I32) for i in range(count)])
+
+
 def half_pairs(f: Fn, p: Val, step: int, count: int) -> tuple[Val, Val]:
     """Two f16 of each block as two vectors of f32."""
-    words = [f.load(p + step * i, I32) for i in range(count)]
-    spread = f.join(words) if count > 1 else f.splat(words[0], 4)
+    spread = words_of(f, p, step, count) if count > 1 else f.splat(f.load(p, I32), 4)
     both = spread.bits(F16, 2 * spread.lanes).to(F32)
     return both.shuffle(range(0, 2 * count, 2)), both.shuffle(range(1, 2 * count, 2))
 
@@ -172,8 +187,22 @@ def eights(f: Fn, p: Val, step: int) -> list[Val]:
     return [a.shuffle(range(i, 2 * EIGHT, 2), b).bits(I8, 8 * EIGHT) for i in range(2)]
 
 
+def fours(f: Fn, ps: Sequence[Val]) -> list[Val]:
+    """Of 16 bytes at each of 16 places the first 4 of each, then the second 4, and so on."""
+    rows = [concat([f.load(p, I32, 4) for p in ps[i::4]]) for i in range(4)]  # a quarter of a vector has places i..i+3
+    for n in (1, 2):
+        low = [4 * (i // 4) + j for i in range(0, LANES, 4) for j in ((0, 16, 1, 17) if n == 1 else (0, 1, 16, 17))]
+        high = [lane + 2 for lane in low]
+        rows = [rows[i].shuffle(lanes, rows[i + 1]) for i in (0, 2) for lanes in (low, high)]
+        if n == 1:
+            rows = [rows[0], rows[2], rows[1], rows[3]]
+    return [row.bits(I8, 4 * LANES) for row in rows]
+
+
 def byte_chunks(f: Fn, p: Val, step: int, count: int) -> list[Val]:
     """32 bytes of each of `count` blocks, in the order of eights_of_32()."""
+    if count == SIXTEEN:
+        return [chunk for at in (0, 16) for chunk in fours(f, [p + (at + step * i) for i in range(count)])]
     if count == EIGHT:
         return [chunk for at in (0, 16) for chunk in eights(f, p + at, step)]
     return _halves([each(f, p + at, step, count, 16) for at in (0, 16)], count)
@@ -181,7 +210,10 @@ def byte_chunks(f: Fn, p: Val, step: int, count: int) -> list[Val]:
 
 def nibble_chunks(f: Fn, p: Val, step: int, count: int) -> list[Val]:
     """16 bytes of each of `count` blocks as 32 values, in the order of eights_of_32()."""
-    zs = eights(f, p, step) if count == EIGHT else [each(f, p, step, count, 16)]
+    if count == SIXTEEN:
+        zs = fours(f, [p + step * i for i in range(count)])
+    else:
+        zs = eights(f, p, step) if count == EIGHT else [each(f, p, step, count, 16)]
     return _halves([*(z & 15 for z in zs), *(z >> 4 for z in zs)], count)
 
 

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from graphrt.backends.cpu.fast.code_type import Codes, each, half, half_pairs, numbered, numbers, spread
 from graphrt.backends.cpu.fast.codes_small import IQ4_VALUES
 from graphrt.backends.cpu.fast.ir import F32, I8, I16, I32, I64, Fn, Val, concat
 
 
-def _k4(f: Fn, p: Val, chunks: list[Val]) -> Codes:
-    """With q4_K's and q5_K's head: for 8 sub-blocks the scale and minus the min. 6-bit numbers packed in 12 bytes."""
-    head = f.load(p, I32, 4)  # two f16, then the words a, b and c
-    low = (head.shuffle([1, 3, 2, 3]) >> f.vconst([0, 0, 0, 4], I32)) & f.vconst([0x3F3F3F3F, 0x0F0F0F0F] * 2, I32)
-    high = (head.shuffle([1, 1, 2, 2]) >> 2) & f.vconst([0, 0x30303030] * 2, I32)
-    both = numbers((low | high).bits(I8, 16))
-    d, m = half_pairs(f, p, 0, 1)
-    n = both.part(0, 8)
-    return Codes(chunks, n * d.lane(0, 8), both.part(8, 8) * -m.lane(0, 8), (n, d.lane(0)))
+def _k4(f: Fn, p: Val, step: int, count: int, chunks: list[Val]) -> Codes:
+    """With q4_K's and q5_K's heads, of blocks `step` bytes apart: for 8 sub-blocks the scale and minus the min. 6-bit
+    numbers packed in 12 bytes."""
+    heads, at = each(f, p, step, count, 16).bits(I32, 4 * count), range(0, 4 * count, 4)  # two f16, words a, b and c
+
+    def lanes(scales: Sequence[int], mins: Sequence[int]) -> list[int]:
+        return [i + j for those in (scales, mins) for i in at for j in those]
+
+    shifts = f.vconst([0] * (2 * count) + [0, 4] * count, I32)
+    low = (heads.shuffle(lanes((1, 3), (2, 3))) >> shifts) & f.vconst([0x3F3F3F3F, 0x0F0F0F0F] * (2 * count), I32)
+    high = (heads.shuffle(lanes((1, 1), (2, 2))) >> 2) & f.vconst([0, 0x30303030] * (2 * count), I32)
+    packed = (low | high).bits(I8, 16 * count)
+    n, mins = (numbers(packed.part(i * 8 * count, 8 * count)) for i in range(2))
+    d, m = (v.shuffle([i for i in range(count) for _ in range(8)]) for v in half_pairs(f, p, step, count))
+    return Codes(chunks, n * d, mins * -m, (n, d.lane(0)))
 
 
 #: What a block of 256 in runs of 16, or of 32, is made of: the half, the quarter of it, and of 16 which half of that.
@@ -23,21 +31,37 @@ _RUNS16 = [(run // 8, run % 8 // 2, run % 2) for run in range(16)]
 _RUNS32 = [(run // 4, run % 4) for run in range(8)]
 
 
-def _k4_nibbles(f: Fn, p: Val) -> list[Val]:
+def _runs32(f: Fn, p: Val, step: int, count: int) -> list[Val]:
+    """Of blocks with 128 bytes of which each 32 are two runs, in the order of k_eights(): where each chunk's bytes are,
+    those of both runs of a pair twice. Of one block, 8 bytes of each run; of two, 4."""
+    if count == 1:
+        a, b = (f.load(p + 64 * i, I64, 8) for i in range(2))
+        return [a.shuffle([4 * (run // 2) + j for run in range(8)], b) for j in range(4)]
+    halves = []  # of each block the first 4 words of each 32 bytes, word by word, and the last 4
+    for block in range(2):
+        a, b = (f.load(p + (step * block + 64 * i), I32, 16) for i in range(2))
+        halves.append([a.shuffle([8 * pair + 4 * i + j for j in range(4) for pair in range(4)], b) for i in range(2)])
+    lanes = [16 * (run // 8) + run % 8 // 2 for run in range(16)]
+    return [halves[0][j // 4].shuffle([lane + j % 4 * 4 for lane in lanes], halves[1][j // 4]) for j in range(8)]
+
+
+def _k4_nibbles(f: Fn, p: Val, step: int, count: int) -> list[Val]:
     """q4_K's and q5_K's low bits: of each 32 bytes the low halves are a run, the high halves the next."""
-    a, b = (f.load(p + 64 * i, I64, 8) for i in range(2))
-    nibble = [4 * (run % 2) for run in range(8)]
-    return [spread(f, a, [4 * (run // 2) + j for run in range(8)], nibble, 15, b) for j in range(4)]
+    nibble = [4 * (run % 2) for run in range(8 * count)]
+    return [spread(f, v, range(v.lanes), nibble, 15) for v in _runs32(f, p, step, count)]
 
 
 def q4_k(f: Fn, p: Val, count: int) -> Codes:
-    return _k4(f, p, _k4_nibbles(f, p + 16))
+    return _k4(f, p, 144, count, _k4_nibbles(f, p + 16, 144, count))
 
 
 def q5_k(f: Fn, p: Val, count: int) -> Codes:
-    bits = f.load(p + 16, I64, 4)
-    high = [spread(f, bits, [j] * 8, [run - 4 for run in range(8)], 16) for j in range(4)]
-    return _k4(f, p, [a | b for a, b in zip(_k4_nibbles(f, p + 48), high, strict=True)])
+    runs = range(8 * count)
+    bits = each(f, p + 16, 176, count, 32).bits(I64 if count == 1 else I32, 4 * count * count)
+    lanes = [run // 8 * 8 for run in runs]  # of the bits, 32 bytes of each block: a bit for each run
+    shifts = [run % 8 - 4 for run in runs]
+    high = [spread(f, bits, [lane + j for lane in lanes], shifts, 16) for j in range(4 * count)]
+    return _k4(f, p, 176, count, [a | b for a, b in zip(_k4_nibbles(f, p + 48, 176, count), high, strict=True)])
 
 
 def q6_k(f: Fn, p: Val, count: int) -> Codes:

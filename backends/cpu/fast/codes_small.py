@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from graphrt.backends.cpu.fast.code_type import (
+    SIXTEEN,
     Codes,
     byte_chunks,
     each,
@@ -10,6 +11,7 @@ from graphrt.backends.cpu.fast.code_type import (
     half_pairs,
     halves,
     nibble_chunks,
+    words_of,
 )
 from graphrt.backends.cpu.fast.ir import F32, I1, I8, I32, Fn, Val
 
@@ -24,10 +26,14 @@ def q4_1(f: Fn, p: Val, count: int) -> Codes:
 
 def _five_bits(f: Fn, high: Val, low: Val, step: int, count: int) -> list[Val]:
     """Nibbles with a fifth bit each, in the order of nibble_chunks()."""
-    words = f.join([f.load(high + step * i, I32) for i in range(count)]).bits(I8, 4 * count)
+    words = words_of(f, high, step, count).bits(I8, 4 * count)
     chunks = []
     for order, nibble in zip(eights_of_32(count), nibble_chunks(f, low, step, count), strict=True):
-        bits = words.shuffle([value // 8 for value in order[::8]]).bits(I1, nibble.lanes)
+        if count == SIXTEEN:  # a byte of bits for each code
+            mine = f.vconst([1 << (value % 8) for value in order], I8)
+            bits = (words.shuffle([value // 8 for value in order]) & mine).ne(0)
+        else:
+            bits = words.shuffle([value // 8 for value in order[::8]]).bits(I1, nibble.lanes)
         chunks.append(nibble | f.select(bits, f.zeros(I8, nibble.lanes) + 16, f.zeros(I8, nibble.lanes)))
     return chunks
 

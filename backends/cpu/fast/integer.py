@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from graphrt.backends.cpu.fast.code_type import CodeType, blend
 from graphrt.backends.cpu.fast.codes import CODE_TYPES
 from graphrt.backends.cpu.fast.dot import Dot, best_dot
-from graphrt.backends.cpu.fast.ir import F32, I16, I32, LANES, Fn, Val, concat, widen
+from graphrt.backends.cpu.fast.ir import F32, I16, I32, LANES, Fn, Val, Var, concat, widen
 from graphrt.backends.cpu.fast.jit import Kernel, host
 from graphrt.backends.cpu.fast.pool import LINE, Entry, Step
 
@@ -100,7 +100,7 @@ class Form:
 
 def form_of(type_name: str, bits: int) -> Form:
     """How this machine rounds activations for a type."""
-    return Form(CODE_TYPES[type_name], best_dot(host()), bits)
+    return Form(CODE_TYPES[type_name].of_rows, best_dot(host()), bits)
 
 
 def panel_form_of(type_name: str, bits: int) -> Form:
@@ -216,12 +216,11 @@ def round_rows(form: Form, *, dst: int, x: int, n_rows: int, n: int, x_nb: int) 
 
 def integer_dots(f: Fn, form: Form, row: Val, xs: Sequence[Val], n: Val) -> list[Val]:
     """dot(row, x) for each rounded row x, in f32; n: values in a row."""
-    sums = [_Sum(f, form) for _ in xs]
+    sums = [f.var(f.zeros()) for _ in xs]
     for_units(f, form, n, lambda unit: _add_unit(f, form, unit, row, xs, sums, f.const(AHEAD)))
-    totals = [total.lanes() for total in sums]
     if len(xs) == 1:
-        return [f.sum(totals[0])]
-    together = f.sum_each(totals)
+        return [f.sum(sums[0].v)]
+    together = f.sum_each([total.v for total in sums])
     return [together[t] for t in range(len(xs))]
 
 
@@ -242,7 +241,7 @@ def many_dots(
         # rows past the last are the last again, in whose place their sums are of no harm
         j, start, is_last = f.min_int(j0 + of_group, count - 1), i * piece, (i + 1).eq(n_pieces)
         row, mine = rows + j * w_nb, kept + (j0 + of_group) * (n_x * vector)
-        sums = [_Sum(f, form, f.select(start.eq(0), f.zeros(), _kept(f, mine, k))) for k in range(n_x)]
+        sums = [f.var(f.select(start.eq(0), f.zeros(), _kept(f, mine, k))) for k in range(n_x)]
         # what comes next: the row's next piece, and after the last one the row so many further on
         ahead = f.select(is_last, w_nb * AT_ONCE - i * piece * t.bytes, piece * t.bytes)
         # blocks that fill no unit are of the last piece
@@ -251,7 +250,7 @@ def many_dots(
             with f.range(first, stop, units) as block:
                 _add_unit(f, form, unit_at(form, n, block, units), row, xs, sums, ahead)
         for k, total in enumerate(sums):
-            f.store(mine + k * vector, total.lanes())
+            f.store(mine + k * vector, total.v)
     for k in range(n_x):
         put(k, f.sum_each([_kept(f, kept + j * (n_x * vector), k) for j in range(LANES)]))
 
@@ -260,24 +259,9 @@ def _kept(f: Fn, row: Val, k: int) -> Val:
     return f.load(row + k * (4 * LANES), F32, LANES)
 
 
-class _Sum:
-    """One dot so far. products: f32 [16]; offsets, a lane a run: what they add, or weights' scales times sums of x."""
-
-    def __init__(self, f: Fn, form: Form, before: Val | None = None) -> None:
-        self.f, self.form = f, form
-        self.products = f.var(f.zeros() if before is None else before)
-        self.offsets = f.var(f.zeros(F32, form.runs(form.type.at_once)))
-
-    def lanes(self) -> Val:
-        """Lanes whose sum is the dot."""
-        form, rest = self.form, widen(self.offsets.v)
-        if form.type.offsets or form.starts:
-            return self.products.v + rest
-        return self.f.fma(rest, -float(form.zero), self.products.v)
-
-
-def _add_unit(f: Fn, form: Form, unit: Unit, row: Val, xs: Sequence[Val], sums: Sequence[_Sum], ahead: Val) -> None:
-    """Adds a unit's products. What lies `ahead` bytes further is asked for, and what comes soon once more."""
+def _add_unit(f: Fn, form: Form, unit: Unit, row: Val, xs: Sequence[Val], sums: Sequence[Var], ahead: Val) -> None:
+    """Adds a unit's products to 16 sums for each x, whose sum is the dot. What lies `ahead` bytes further is asked for,
+    and what comes soon once more."""
     t = form.type
     blocks = row + unit.block * t.bytes
     for line in range(0, t.bytes * unit.count, LINE):
@@ -285,7 +269,9 @@ def _add_unit(f: Fn, form: Form, unit: Unit, row: Val, xs: Sequence[Val], sums: 
         f.prefetch(blocks + (SOON + line))
     decoded = t.decode(f, blocks, unit.count)
     runs, size = form.runs(unit.count), t.size * unit.count
-    weighted = decoded.offsets if decoded.offsets is not None else decoded.scales
+    # what sums of x are multiplied with: offsets, or what a run's codes have too much
+    too_much = decoded.scales if form.starts else decoded.scales * -float(form.zero)
+    weighted = decoded.offsets if decoded.offsets is not None else too_much
     at, chunks = 0, list[tuple[list[int], int, Val]]()  # the runs of a chunk's lanes, its first byte, its codes
     for codes, indices in zip(decoded.chunks, t.layout(unit.count), strict=True):
         chunks.append(([index // t.sub for index in indices[::4]], at, form.biased(codes)))
@@ -294,13 +280,13 @@ def _add_unit(f: Fn, form: Form, unit: Unit, row: Val, xs: Sequence[Val], sums: 
         steps, x_sums = (f.load(x + unit.scales + 4 * runs * i, F32, runs) for i in range(2))
         if form.starts:
             x_sums = x_sums.as_bits(I32).to(F32) * steps
-        lanes = total.offsets.t.count
-        total.offsets.v = f.fma(widen(weighted, lanes), widen(x_sums, lanes), total.offsets.v)
+        if t.offsets or form.zero:
+            total.v = f.fma(widen(weighted), widen(x_sums), total.v)
         scale = decoded.scales * steps
         for of_lanes, group in itertools.groupby(chunks, lambda chunk: chunk[0]):
             _, ats, ws = zip(*group)  # chunks whose lanes have the same scales are summed up as integers
             dot = form.dot.chunks(f, ws, x + unit.integers, ats, size, 8 * form.parts)
             if dot.lanes == LANES:
-                total.products.v = f.fma(dot.to(F32), scale.shuffle(of_lanes), total.products.v)
+                total.v = f.fma(dot.to(F32), scale.shuffle(of_lanes), total.v)
             else:
-                total.products.v = total.products.v + widen(dot.to(F32) * scale.shuffle(of_lanes))
+                total.v = total.v + widen(dot.to(F32) * scale.shuffle(of_lanes))

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from graphrt.backends.cpu.fast.blocks import TYPES, BlockType
-from graphrt.backends.cpu.fast.integer import Form, form_of, integer_dots, many_dots
+from graphrt.backends.cpu.fast.integer import GROUP, Form, form_of, integer_dots, many_dots
 from graphrt.backends.cpu.fast.ir import F32, LANES, Fn, Val
 from graphrt.backends.cpu.fast.jit import Kernel
 from graphrt.backends.cpu.fast.math_ops import activation
@@ -25,6 +25,8 @@ F32_BITS = 32
 TOKENS_AT_ONCE = 4
 #: The same of rounded ones, by their bytes: more are taken in two halves, 16 rows of weights at a time.
 ROUNDED_AT_ONCE = {1: 8, 2: 6}
+#: And where 16 blocks of 32 are decoded together, which costs most.
+ROUNDED_OF_32 = 8
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,12 @@ class Rows:
     def _form(self) -> Form:
         return form_of(self.type_name, self.bits)
 
+    @property
+    def _at_once(self) -> int:
+        """How many rounded rows share one decoding."""
+        form = self._form
+        return ROUNDED_OF_32 if form.type.size == GROUP else ROUNDED_AT_ONCE[form.parts]
+
     def dots(self, f: Fn, row: Val, xs: Sequence[Val], n: Val) -> list[Val]:
         """dot(row, x) for each x, in f32; n: values in a row."""
         if self.bits != F32_BITS:
@@ -57,7 +65,7 @@ class Rows:
     ) -> None:
         """Writes the dots of up to 16 rows with xs[t] to targets[t], f32 side by side."""
         if self.bits != F32_BITS and len(xs) > 1:
-            half = -(-len(xs) // 2) if len(xs) > ROUNDED_AT_ONCE[self._form.parts] else len(xs)
+            half = -(-len(xs) // 2) if len(xs) > self._at_once else len(xs)
             for at in (0, half)[: -(-len(xs) // half)]:
                 these = targets[at : at + half]
                 put = functools.partial(_store, f, these)

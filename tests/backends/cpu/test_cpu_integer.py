@@ -110,7 +110,7 @@ def test_products(
 ) -> None:  # fmt: skip
     """Rows of several units and of blocks that fill none, more than 16 of them."""
     monkeypatch.setattr(integer, "best_dot", lambda host: by)
-    n = {32: 352, 64: 192, 256: 512}[fast.TYPES[name].size]
+    n = {32: 608, 64: 192, 256: 768}[fast.TYPES[name].size]
     w = encode(rng, name, (19, n))
     x = mem.put((rng.standard_normal((n_tok, n + 3)) * np.exp(rng.uniform(-9, 9, (n_tok, 1)))).astype(np.float32))
     check(name, bits, x[:, :n], w, way(mem, name, bits, x[:, :n], w))
