@@ -30,7 +30,7 @@ Dims = tuple[int, int, int, int]
 #: No op here needs a source of such a name. An op elsewhere may name its own as it likes.
 OptionalSource = Literal[
     "mask", "sinks", "factors", "value", "lengths", "block_table", "k_starts", "prefixes", "attn_bias", "d_lse", "sent",
-    "a1", "a2", "a3", "a4", "a5", "a6", "a7",
+    "a1", "a2", "a3", "a4", "a5", "a6", "a7", "k_scale", "v_scale",
 ]  # fmt: skip
 
 #: By an op's name, where each of its sources stands in `src`, by the source's name. graphrt.op.register() fills it.

@@ -136,12 +136,14 @@ def test_flags_and_sources() -> None:
     assert a.flags == Flag.INPUT and a.as_output().flags == Flag.INPUT | Flag.OUTPUT
     q, k = new_tensor("f32", 8, 1), new_tensor("f32", 8, 2)
     node = ops.flash_attn_ext(q, k, k, None, 1.0)
-    assert node.src == (q, k, k, None, None, None) and list(node.sources()) == [q, k, k]
+    assert node.src == (q, k, k, None, None, None, None, None) and list(node.sources()) == [q, k, k]
     assert node["q"] is q and node["v"] is k and node["mask"] is None and node["sinks"] is None
     assert node.sources_by_name() == {"q": q, "k": k, "v": k}
     shorter = Tensor("f32", (4,), op="SOFT_MAX", src=[a])  # absent ones at the end may be left out
     assert shorter["a"] is a and shorter["mask"] is None
-    with pytest.raises(GraphError, match="FLASH_ATTN_EXT has q, k, v, mask, sinks, attn_bias; got 'bias'"):
+    with pytest.raises(
+        GraphError, match="FLASH_ATTN_EXT has q, k, v, mask, sinks, attn_bias, k_scale, v_scale; got 'bias'"
+    ):
         node["bias"]
     with pytest.raises(GraphError, match="NONE has no sources; got 'q'"):
         a["q"]

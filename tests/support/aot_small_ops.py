@@ -12,6 +12,7 @@ from graphrt import ops
 from graphrt.backend import Usage
 from graphrt.backends.triton.context import Context, Step
 from graphrt.backends.triton.kernels import elementwise, norm, soft_max
+from graphrt.backends.triton.kernels.flash_attn.scaled import ScaledAttention
 from graphrt.backends.triton.kernels.norm_fusions import ScaledNorm
 from graphrt.backends.triton.kernels.products.adapters import lower_adapters
 from graphrt.backends.triton.kernels.products.fusions import Adapted, AdaptedOfOne
@@ -131,6 +132,22 @@ def _rows() -> Iterator[tuple[str, list[Tensor]]]:
             yield f"SOFT_MAX {n} {kind}", [ops.soft_max(new_tensor("f32", n, 4, 8), mask, sinks, 0.5, 8.0)]
 
 
+def _scaled(arch: str) -> Iterator[Case]:
+    """What scales of heads and a result of 8 bits add to an attention."""
+    q, k, v = (new_tensor(kind, 128, n, heads) for kind, n, heads in (("f8_e4m3", 4, 32), *[("f8_e4m3", 4096, 8)] * 2))
+    of_k, of_v = new_tensor("f32", 8), new_tensor("f32", 8)
+    node = ops.flash_attn_ext(
+        q, k, v, None, 0.1, k_scale=of_k, v_scale=of_v, out_type="f8_e4m3", out_scale=0.5
+    )  # fmt: skip
+    steps = made(lambda ctx: [*(s := _attention_scales(node, ctx)).before, *s.after], arch)
+    for name, launch in zip(("q", "result"), steps):
+        yield f"scaled attention {name}", launch.kernel, launch.args, launch.options
+
+
+def _attention_scales(node: Tensor, ctx: Context) -> ScaledAttention:
+    return ScaledAttention(node, ctx.place, lambda n: torch.empty(n), ctx.target)
+
+
 def aot_cases(arch: str) -> Iterator[Case]:
     """A name, the kernel, its arguments by name, its options: of what a few nodes of each op launch."""
     for name, nodes in (*_elementwise(), *_rows()):
@@ -147,6 +164,7 @@ def aot_cases(arch: str) -> Iterator[Case]:
             for launch in made(partial(norm.lower_scaled_norm, found), arch):
                 yield f"{name} {n}x{rows}", launch.kernel, launch.args, launch.options
     yield from _skinny(arch)
+    yield from _scaled(arch)
     for n, k, rank, rows in ((1, 4096, 16, (4096,)), (64, 14336, 32, (4096, 1024, 1024)), (512, 577, 192, (576, 100))):
         for launch in made(partial(lower_adapters, _adapters(n, k, rank, rows)), arch):
             yield f"adapters {n} tokens {k} rank {rank}", launch.kernel, launch.args, launch.options

@@ -33,8 +33,8 @@ Array = npt.NDArray[np.generic]
 
 #: Relative error: the band that is always allowed, four roundings of f32 or half a one of f16 and bf16, and the ceiling
 #: that nothing may pass; a single row may pass it eight times, as in graphrt.judge.
-BANDS = {"f32": 2.0**-22, "f16": 2.0**-12, "bf16": 2.0**-9}
-CEILINGS = {"f32": 2.0**-18, "f16": 2.0**-10, "bf16": 2.0**-7}
+BANDS = {"f32": 2.0**-22, "f16": 2.0**-12, "bf16": 2.0**-9, "f8_e4m3": 2.0**-5}
+CEILINGS = {"f32": 2.0**-18, "f16": 2.0**-10, "bf16": 2.0**-7, "f8_e4m3": 2.0**-3}
 ROW_CEILING = 8.0
 #: Sums that may cancel out: the result is no measure of its error then, so nothing but the bound limits it.
 SUMS = (
@@ -118,8 +118,10 @@ class Judged:
 
     @cached_property
     def finite(self) -> Array:
-        """The expected result without its NaN and infinities, which are 0 here."""
-        return np.nan_to_num(self.expected, nan=0.0, posinf=0.0, neginf=0.0)
+        """The expected result without its NaN and infinities, which are 0 here; past f8_e4m3's largest, 448, it is
+        that."""
+        numbers = np.nan_to_num(self.expected, nan=0.0, posinf=0.0, neginf=0.0)
+        return np.clip(numbers, -448.0, 448.0) if self.node.dtype.name == "f8_e4m3" else numbers
 
     @cached_property
     def limits(self) -> tuple[float, Array]:
@@ -130,7 +132,7 @@ class Judged:
         on_purpose = self.rounds is not None and ROUNDED.get(self.node.op, _nothing)(self.node) is not None
         if on_purpose:
             variance = variance + of_rounded_products(self.node, self.rounds, *sources)
-        variance = np.where(np.isfinite(self.expected), variance + of_storing(self.expected, self.node.dtype), 0.0)
+        variance = np.where(np.isfinite(self.expected), variance + of_storing(self.finite, self.node.dtype), 0.0)
         assert np.isfinite(variance).all() and (variance >= 0).all(), "rounding.py has no bound for this case"
         energies, norms = variance.sum(-1), np.linalg.norm(self.finite, axis=-1)
         norm = float(np.linalg.norm(norms))

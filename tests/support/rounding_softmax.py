@@ -127,17 +127,24 @@ def _attention(
 def flash_attn_ext(
     node: Tensor, expected: Array, q: Array, k: Array, v: Array, mask: Array | None = None, sinks: Array | None = None,
     attn_bias: Array | None = None, k_scale: Array | None = None, v_scale: Array | None = None,
-    first: tuple[int, int] = (0, 0),
 ) -> Array:  # fmt: skip
-    out = np.zeros_like(expected)
+    stored = of_heads(v_scale, q.shape[1])[0, :, 0] / node.params.out_scale
+    return stored**2 * _of_means(node, expected, q * of_heads(k_scale, q.shape[1]), k, v, mask, sinks, attn_bias)
+
+
+def _of_means(
+    node: Tensor, like: Array, q: Array, k: Array, v: Array, mask: Array | None, sinks: Array | None,
+    attn_bias: Array | None = None, first: tuple[int, int] = (0, 0),
+) -> Array:  # fmt: skip
+    """Of the weighted means of values, in the shape of like. first: as reference64's."""
+    out = np.zeros_like(like)
     group = q.shape[1] // v.shape[1]
-    q, stored = q * of_heads(k_scale, q.shape[1]), of_heads(v_scale, q.shape[1])[0, :, 0] / node.params.out_scale
     for s, h, keys, rows in _attention(node, q, k, mask, sinks, attn_bias, first):
         values = v[s, h // group, keys]
         factor = dropout_factor(node.params, s, h, len(rows.weights), keys)
         of_v = rows.weights**2 @ of_decoding(node.src[2], values)
         out[s, :, h] = rows.of_mean(values, (rows.weights * factor) @ values, factor) + of_v
-    return out * stored**2
+    return out
 
 
 @variance("FLASH_ATTN_LSE")
@@ -168,5 +175,5 @@ def flash_attn_varlen(node: Tensor, expected: Array, *sources: Array | None) -> 
         else:
             like = np.empty((1, len(queries), q.shape[1], v.shape[-1]))
             values = gathered(v, places, shown)
-            out[0, queries] = flash_attn_ext(node, like, part, keys, values, mask, sinks, first=first)[0]
+            out[0, queries] = _of_means(node, like, part, keys, values, mask, sinks, first=first)[0]
     return out
