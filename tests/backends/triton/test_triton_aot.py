@@ -45,6 +45,7 @@ SPILLING = {
     ("hopper_attn_back_queries", "(128,", "'dropout, bias"): "3 times; see BENCHMARKS.md",
     ("hopper_attn_back_queries", "(64,", "'dropout, bias 500"): "19 times where TMA can't bring the bias; not measured",
     ("hopper_attn_back_keys", "(128,", "'bias 500"): "22 times where TMA can't bring the bias; not measured",
+    ("hopper_attn_back_bias", "(128,", "30.0"): "196 times with a soft cap, where no kernel of keys runs; not measured",
     ("hopper_attn_back_keys", "(128,", "score='softcap'"): "once, with a mask; 0.75 of plain without one (H200)",
     ("hopper_attn_back_keys", "(64,", "500"): "21 times with a mask that TMA can't bring; not measured",
     ("hopper_attn_back_packed_keys", "'packed"): "none of plain ones; where softcap, ALiBi or a window take them",
