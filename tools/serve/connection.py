@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from typing import Any
 
 import h11
+from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from graphrt.tools.serve.http import WRITE
 
 #: Seconds without a word after which the system asks whether a client is still there, and between its questions.
 _IDLE, _BETWEEN = 60, 20
@@ -29,10 +33,32 @@ class Connection(H11Protocol):
     """uvicorn's, which would wait as long as the client likes for the rest of a request's head, and for that of a body
     that was refused (413): such a body is read to its end and thrown away, since a client that still sends would lose
     its answer if the connection ended. Each has `seconds`, a head from when the connection was made or from its first
-    byte."""
+    byte.
+
+    A stream's pieces are written as chunks of HTTP/1.1 here (scope[WRITE]): by ASGI each would pass four coroutines and
+    h11's state, which it does not change."""
 
     seconds = 30.0
     _late: asyncio.TimerHandle | None = None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        app: Any = self.app
+
+        async def told(scope: Scope, receive: Receive, send: Send) -> None:
+            if scope["type"] == "http" and scope["http_version"] == "1.1" and scope["method"] != "HEAD":
+                scope[WRITE] = self._write
+            await app(scope, receive, send)
+
+        self.app = told
+
+    def _write(self, body: bytes) -> bool:
+        """A piece of the body of an answer that has begun and whose length nobody knows. False where the client is
+        slow or gone: nothing was done."""
+        if self.flow.write_paused or self.cycle is None or self.cycle.disconnected or not body:
+            return False
+        self.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
+        return True
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)

@@ -18,6 +18,11 @@ from graphrt.tools.serve.errors import ApiError, of_validation
 B = TypeVar("B", bound=BaseModel)
 #: A value as JSON. json.dumps() would make an encoder for each.
 encoded = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode
+#: A request's way to its connection: takes bytes of a body, and says whether it did. What it doesn't take is sent in
+#: ASGI's way.
+WRITE = "graphrt.write"
+#: Where the text belongs in a prepared piece.
+HERE = "\0"
 
 
 class Chunks:
@@ -29,6 +34,15 @@ class Chunks:
     def __call__(self, choice: Mapping[str, Any]) -> str:
         """A piece of one choice."""
         return f'{self._head},"choices":[{encoded(choice)}]}}'
+
+    def form(self, choice: Mapping[str, Any]) -> Callable[[str], str]:
+        """Makes pieces that differ by one text, which stands where this choice has HERE."""
+        before, after = self(choice).split(encoded(HERE))
+
+        def made(text: str) -> str:
+            return f"{before}{encoded(text)}{after}"
+
+        return made
 
 
 async def body_of(request: Request, kind: type[B], most: int, seconds: float) -> B:
@@ -102,15 +116,17 @@ class EventStream(Response):
         try:
             with watched(receive, self._leave):
                 await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+                write = scope.get(WRITE)
                 async for value in self._values:
-                    await _send(send, f"data: {value}\n\n")
+                    body = f"data: {value}\n\n".encode("utf-8", "replace")
+                    if write is None or not write(body):
+                        await _send(send, body)
                 if self._last:
-                    await _send(send, f"data: {self._last}\n\n")
+                    await _send(send, f"data: {self._last}\n\n".encode())
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
         finally:
             self._leave()
 
 
-async def _send(send: Send, text: str) -> None:
-    body = text.encode("utf-8", "replace")
+async def _send(send: Send, body: bytes) -> None:
     await send({"type": "http.response.body", "body": body, "more_body": True})

@@ -12,7 +12,7 @@ from starlette.responses import Response
 from graphrt.models.generation import Piece
 from graphrt.tools.serve import answers
 from graphrt.tools.serve.errors import ApiError
-from graphrt.tools.serve.http import Chunks, EventStream, body_of, encoded, watched
+from graphrt.tools.serve.http import HERE, Chunks, EventStream, body_of, encoded, watched
 from graphrt.tools.serve.said import Marks, Reader, Said
 from graphrt.tools.serve.scheduler import Event, Text
 from graphrt.tools.serve.schemas import ChatRequest, CompletionRequest, Generating
@@ -114,9 +114,20 @@ class Chat:
         chunk = Chunks(head)
         for i in range(len(self.texts)):
             yield chunk(_delta(i, {"role": "assistant", "content": ""}))
+        plain = [
+            (chunk.form(_delta(i, {"content": HERE})), chunk.form(_delta(i, {"reasoning_content": HERE})))
+            for i in range(len(self.texts))
+        ]
         try:
             async for i, event in events(self.texts, inbox):
                 assert event.piece is not None
+                if not event.piece.finish and event.piece.logprobs is None:
+                    said = self._readers[i].push(event.piece.text)
+                    if said.reasoning and said.content:
+                        yield chunk(_delta(i, _said(said)))
+                    elif said.reasoning or said.content:
+                        yield plain[i][bool(said.reasoning)](said.reasoning or said.content)
+                    continue
                 for choice in self._pieces(i, event.piece):
                     yield chunk(choice)
         except ApiError as error:
@@ -132,8 +143,8 @@ class Chat:
             rest, calls = reader.end()
             said += rest
         told = answers.chat_logprobs([piece], self.state.model.tokenizer)
-        delta = {"reasoning_content": said.reasoning} if said.reasoning else {}
-        if said.content or (told and not delta):
+        delta = _said(said)
+        if told and not delta:
             delta["content"] = said.content
         found = [_delta(i, delta, told)] if delta else []
         if calls:
@@ -142,6 +153,11 @@ class Chat:
         if piece.finish:
             found.append(_delta(i, {}, None, "tool_calls" if calls else answers.FINISH[piece.finish]))
         return found
+
+
+def _said(said: Said) -> dict[str, Any]:
+    found = {"reasoning_content": said.reasoning} if said.reasoning else {}
+    return found | {"content": said.content} if said.content else found
 
 
 def _delta(i: int, delta: dict[str, Any], logprobs: Any = None, finish: str | None = None) -> dict[str, Any]:
@@ -201,6 +217,7 @@ class Completion:
             if text and not self._scored:
                 yield chunk(self._choice(i, text, [], ""))
         begun = set[int]()
+        plain = [chunk.form(self._choice(i, HERE, [], "")) for i in range(len(self.texts))]
         try:
             async for i, event in events(self.texts, inbox):
                 piece = event.piece
@@ -209,6 +226,10 @@ class Completion:
                     begun.add(i)
                     offsets[i] = answers.length(event.text.prompt, self.state.model.tokenizer)
                     yield chunk(self._choice(i, self._echo[i], [], "", prompt=True))
+                if piece.logprobs is None and not piece.finish and not self._silent:
+                    if piece.text:
+                        yield plain[i](piece.text)
+                    continue
                 made = self._told([piece])
                 choice = self._choice(i, self._shown(made), made, piece.finish, offsets[i])
                 told = choice["logprobs"]

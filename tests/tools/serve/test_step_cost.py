@@ -1,0 +1,140 @@
+"""What the server does for each token, counted in calls: it does not grow with a text, and a step wakes the event loop
+once."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import sys
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from support.served import Served
+
+from graphrt.models.generation import Piece
+from graphrt.tools.serve.http import WRITE, EventStream
+from graphrt.tools.serve.metrics import Metrics
+from graphrt.tools.serve.routes_text import Chat, Completion
+from graphrt.tools.serve.said import PLAIN, Marks
+from graphrt.tools.serve.scheduler import Event, Text
+from graphrt.tools.serve.schemas import ChatRequest, CompletionRequest
+from graphrt.tools.serve.state import State
+from graphrt.tools.serve.worker import Worker
+
+STATE = cast(State, SimpleNamespace(name="m", fingerprint="f", model=SimpleNamespace(tokenizer=None)))
+#: Calls of functions, C's included, that a piece may take between the queue and the text that is written.
+MOST_CALLS = 40
+
+
+def text() -> Text:
+    return Text([1], -1, cast(Any, None), cast(Any, None))
+
+
+class _Loop:
+    """Counts what it is called for."""
+
+    def __init__(self) -> None:
+        self.called: list[tuple[Any, ...]] = []
+
+    def call_soon_threadsafe(self, *what: Any) -> None:
+        self.called.append(what)
+
+
+def test_a_step_calls_the_loop_once() -> None:
+    texts, loop = [text() for _ in range(64)], _Loop()
+    made = [Event(each, Piece(5, "a")) for each in texts]
+    worker = Worker(cast(Any, SimpleNamespace(step=lambda: made)), Metrics(), 0)
+    worker._loop = cast(Any, loop)
+    for step in range(1, 4):
+        worker._turn([], None)
+        assert len(loop.called) == step
+        assert loop.called[-1][1] == made, "all of a step's events come together"
+
+
+@pytest.mark.parametrize("kind", ["completion", "chat", "thinking chat"])
+def test_a_piece_costs_the_same_late_in_a_text(kind: str) -> None:
+    one, n = text(), 600
+    answer: Chat | Completion
+    if kind == "completion":
+        answer = Completion(STATE, CompletionRequest.model_validate({"prompt": "a"}), [one])
+    else:
+        body = ChatRequest.model_validate({"messages": [{"role": "user", "content": "a"}]})
+        marks = Marks(("<think>", "</think>"), opened=True) if kind == "thinking chat" else PLAIN
+        answer = Chat(STATE, body, [one], marks)
+    counts = asyncio.run(_calls(answer, one, n))
+    assert len(counts) >= n
+    assert max(counts[-210:-10]) <= MOST_CALLS
+    assert set(counts[20:220]) == set(counts[-210:-10]), "calls for a piece, early and late"
+
+
+async def _calls(answer: Chat | Completion, one: Text, n: int) -> list[int]:
+    inbox: asyncio.Queue[Event] = asyncio.Queue()
+    for i in range(n):
+        inbox.put_nowait(Event(one, Piece(5, "word ", "length" if i == n - 1 else "")))
+    counts, count = list[int](), 0
+
+    def seen(frame: object, kind: str, what: object) -> None:
+        nonlocal count
+        count += kind in ("call", "c_call")
+
+    stream = answer.stream(inbox, usage=False)
+    while True:
+        count = 0
+        sys.setprofile(seen)
+        try:
+            await anext(stream)
+        except StopAsyncIteration:
+            return counts
+        finally:
+            sys.setprofile(None)
+        counts.append(count)
+
+
+@pytest.mark.parametrize("takes", [True, False])
+def test_pieces_go_straight_to_the_connection(takes: bool) -> None:
+    """One write a piece; what the connection does not take is sent in ASGI's way, and none is lost."""
+    written, sent = list[bytes](), list[bytes]()
+
+    def write(body: bytes) -> bool:
+        if takes:
+            written.append(body)
+        return takes
+
+    async def values() -> Any:
+        for i in range(5):
+            yield str(i)
+
+    async def send(message: Any) -> None:
+        sent.append(message.get("body", b""))
+
+    async def receive() -> Any:
+        await asyncio.sleep(3600)
+
+    asyncio.run(EventStream(values(), lambda: None)({WRITE: write}, receive, send))
+    pieces = [b"data: %d\n\n" % i for i in range(5)]
+    assert written == (pieces if takes else [])
+    assert sent == [b"", *([] if takes else pieces), b"data: [DONE]\n\n", b""]
+
+
+@pytest.mark.parametrize("version", ["1.0", "1.1"])
+def test_a_stream_is_framed_as_its_client_knows(served: Served, version: str) -> None:
+    """HTTP/1.0 has no chunks."""
+    body = b'{"prompt":"a","max_tokens":4,"stream":true,"ignore_eos":true}'
+    host, port = served.url.removeprefix("http://").split("/")[0].split(":")
+    with socket.create_connection((host, int(port)), 30) as to:
+        head = f"POST /v1/completions HTTP/{version}\r\nhost: a\r\nconnection: close\r\ncontent-length: {len(body)}\r\n"
+        to.sendall(head.encode() + b"content-type: application/json\r\n\r\n" + body)
+        got = b""
+        while piece := to.recv(65536):
+            got += piece
+    head_got, _, rest = got.partition(b"\r\n\r\n")
+    assert (b"chunked" in head_got.lower()) == (version == "1.1")
+    if version == "1.1":
+        whole, left = b"", rest
+        while left:
+            size, _, left = left.partition(b"\r\n")
+            whole, left = whole + left[: int(size, 16)], left[int(size, 16) + 2 :]
+        rest = whole
+    assert rest.startswith(b"data: {") and rest.endswith(b"data: [DONE]\n\n")
+    assert all(line.startswith(b"data: ") for line in rest.split(b"\n\n") if line)
