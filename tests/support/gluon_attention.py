@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from graphrt.backends.triton.kernels.flash_attn.hopper import softcap
 from graphrt.ops.dropout import bit_of
 from support import gluon_warps
 from support.gluon_emulator import Value
@@ -25,8 +26,18 @@ def _capped_weights(p: Any, s: Value, m: Value, level: Any) -> tuple[Value, Valu
 
 
 def _capped_with_slope(p: Any, s: Value, shift: Any, pack: int) -> tuple[Value, Value]:
-    capped = _cap(p, s, LOG2E)
-    return capped + shift, Value(1 - (capped.data / np.float32(p.softcap * LOG2E)) ** 2)
+    """The form of the 16 rows of a warp is that of the largest score among them, NaN left out (softcap.cap_level)."""
+    with np.errstate(all="ignore"):
+        x = s.data * np.float32(p.scale / p.softcap)
+        largest = np.nan_to_num(np.fmax.reduce(np.abs(x).reshape(len(x) // 16, -1), axis=1)).repeat(16)[:, None]
+        tanh, square = np.tanh(x), x * x
+        for terms in (softcap.LONG_TANH, softcap.SHORT_TANH):
+            form = x * np.polynomial.polynomial.polyval(square, np.float32(terms.value), tensor=False)
+            reach = softcap.LONG_RANGE if terms is softcap.LONG_TANH else softcap.SHORT_RANGE
+            tanh = np.where(largest <= reach.value, form.astype(np.float32), tanh)
+        short = np.polynomial.polynomial.polyval(square, np.float32(softcap.SHORT_SLOPE.value), tensor=False)
+        slope = np.where(largest <= softcap.SHORT_RANGE.value, short.astype(np.float32), 1 - tanh * tanh)
+    return Value(tanh * np.float32(p.softcap * LOG2E)) + shift, Value(slope)
 
 
 def _dropped_pairs(pairs: Value, words: Value, n: int) -> Value:

@@ -20,18 +20,18 @@ def weights_of(p, s, lse, mask, factor, masked: gl.constexpr, hides: gl.constexp
         # Past the last query, and where nothing is seen, the mask may be 0, but lse is infinite.
         shift = lse - mask.to(gl.float32) * factor
     if p.spec.has_softcap:
+        if hides:
+            # A warp's largest score decides which form of the cap it takes. A hidden one must have no say: its key may
+            # or may not have been cleared yet by the other warpgroup (backward_queries.py).
+            s = gl.where(shift != -NEG_INF, s, 0.0)
         x, slope = capped_with_slope(p, s, -shift, 4 if masked else 8)
+        w = gl.exp2(x)
+        return w, w * slope
     else:
         x = s * (p.scale * LOG2E) - shift
-    if hides:
-        x = gl.where(shift != -NEG_INF, x, NEG_INF)
-    w = gl.exp2(x)
-    if p.spec.has_softcap:
-        bent = w * slope
-        if hides:  # what is hidden may have a slope of NaN
-            bent = gl.where(w == 0.0, 0.0, bent)
-        return w, bent
-    else:
+        if hides:
+            x = gl.where(shift != -NEG_INF, x, NEG_INF)
+        w = gl.exp2(x)
         return w, w
 
 
