@@ -105,8 +105,8 @@ class EventStream(Response):
     """Server-sent events: "data:" and JSON texts. leave: called when the client goes, and in any case at the end. last:
     data of the last event, "" for none. A client that reads slowly is waited for.
 
-    Events that are there at once go out in one write: a loop that is late catches up, since a write to a socket costs it
-    more than the making of an event."""
+    Events that are there at once go out in one write: a loop that is late catches up, since a write to a socket costs
+    it more than the making of an event."""
 
     media_type = "text/event-stream"
 
