@@ -20,7 +20,7 @@ from graphrt.models import load
 from graphrt.models.sampling_params import SamplerParams
 from graphrt.tools.serve.errors import ApiError, of_validation
 from graphrt.tools.serve.schemas import ChatRequest, CompletionRequest
-from graphrt.tools.serve.texts import Maker
+from graphrt.tools.serve.texts import Maker, Text
 
 NAME = "bodies"
 KINDS = {"chat": ChatRequest, "completion": CompletionRequest}
@@ -97,11 +97,10 @@ def attempt(data: bytes) -> str:
     name, _, body = data.partition(b"\n")
     try:
         try:
-            request = KINDS[name.decode()].model_validate_json(body)
+            request: ChatRequest | CompletionRequest = KINDS[name.decode()].model_validate_json(body)
         except ValidationError as error:
             raise of_validation(error) from None
-        made = maker().chat if isinstance(request, ChatRequest) else maker().completion
-        texts = made(request, "")  # type: ignore[arg-type]
+        texts = _texts(request)
     except ApiError as error:
         found = error.body()["error"]
         assert found["message"] and found["type"] and 400 <= error.status < 500, found
@@ -110,3 +109,9 @@ def attempt(data: bytes) -> str:
         return f"refused: {found['code'] or 'by a sentence'}"
     assert 1 <= len(texts) <= 16 and all(1 <= len(text.prompt) <= 128 for text in texts)
     return "texts"
+
+
+def _texts(request: ChatRequest | CompletionRequest) -> list[Text]:
+    if isinstance(request, ChatRequest):
+        return maker().chat(request, "")[0]
+    return maker().completion(request, "")

@@ -12,7 +12,7 @@ import numpy as np
 
 from graphrt.tensor import Tensor
 from graphrt.tools.conformance.mutants.memory import Index, Operand
-from graphrt.tools.conformance.mutants.pieces import Mutant, Pieces
+from graphrt.tools.conformance.mutants.pieces import Mutant, Pieces, mask_heads, masked
 from graphrt.tools.conformance.mutants.varlen import BLOCK, NEG_INF, TOKENS, Varlen
 
 VA, LSE = "FLASH_ATTN_VARLEN", "FLASH_ATTN_VARLEN_LSE"
@@ -58,21 +58,12 @@ def _sharing(node: Tensor) -> bool:
     return node["prefixes"] is not None and not _windowed(node) and not _alibi(node) and not _scored(node)
 
 
-def _masked(node: Tensor) -> bool:
-    return node["mask"] is not None
-
-
-def _mask_of_heads(node: Tensor) -> bool:
-    mask = node["mask"]
-    return mask is not None and mask.ne[2] > 1
-
-
 def _of_keys(node: Tensor) -> bool:
-    return _masked(node) and not node.params.mask_new
+    return masked(node) and not node.params.mask_new
 
 
 def _of_new(node: Tensor) -> bool:
-    return _masked(node) and bool(node.params.mask_new)
+    return masked(node) and bool(node.params.mask_new)
 
 
 def _small(node: Tensor) -> bool:
@@ -226,34 +217,34 @@ VARLEN_MUTANTS = [
     Mutant("packed_by_queries", VA, "keys begin where queries do",
            {"packed_row": lambda k, s, key: k.start_of(s) + key}, _packed),
     # explicit masks
-    Mutant("mask_dropped", VA, "the mask is not added", {"has_column": lambda k, c: c != c}, _masked),
+    Mutant("mask_dropped", VA, "the mask is not added", {"has_column": lambda k, c: c != c}, masked),
     Mutant("mask_row_of_sequence", VA, "rows of the mask begin anew with each sequence",
-           {"mask_row": lambda k, tokens, first: tokens - first}, _masked),
+           {"mask_row": lambda k, tokens, first: tokens - first}, masked),
     Mutant("mask_row_of_the_next", VA, "a query has the row of the one behind it",
-           {"mask_row": lambda k, tokens, first: np.minimum(tokens + 1, k.n_tokens - 1)}, _masked),
+           {"mask_row": lambda k, tokens, first: np.minimum(tokens + 1, k.n_tokens - 1)}, masked),
     Mutant("mask_row_of_tile", VA, "all queries of a tile have the first one's row",
-           {"mask_row": lambda k, tokens, first: tokens * 0 + tokens[0]}, _masked),
+           {"mask_row": lambda k, tokens, first: tokens * 0 + tokens[0]}, masked),
     Mutant("mask_column_a_page_on", VA, "columns are those of keys a page on",
            {"column": lambda k, key, c0: key - c0 + k.page}, lambda node: _of_keys(node) and _paged(node)),
     Mutant("mask_column_in_page", VA, "columns count from a page's first key",
            {"column": lambda k, key, c0: key % k.page}, lambda node: _of_keys(node) and _paged(node)),
     Mutant("mask_column_one_on", VA, "a key has the next one's column",
-           {"column": lambda k, key, c0: key - c0 + 1}, _masked),
+           {"column": lambda k, key, c0: key - c0 + 1}, masked),
     Mutant("mask_of_keys_taken_for_new", VA, "a mask over keys is laid over the new tokens",
            {"column0": lambda k, n, length: length - n}, _of_keys),
     Mutant("mask_of_new_taken_for_keys", VA, "a mask over new tokens is laid over the first keys",
            {"column0": lambda k, n, length: 0}, _of_new),
     Mutant("mask_past_length", VA, "columns of keys that there are not are read, and count", {
         "read_mask": lambda k, seen: seen | True, "seen": lambda k, position, key, length: np.broadcast_to(
-            key < -(-length // 16) * 16, (len(position), len(key)))}, lambda node: _masked(node) and not _causal(node)),
+            key < -(-length // 16) * 16, (len(position), len(key)))}, lambda node: masked(node) and not _causal(node)),
     Mutant("mask_hides_without_column", VA, "keys without a column are hidden",
-           {"without_column": lambda k: NEG_INF}, _masked),
+           {"without_column": lambda k: NEG_INF}, masked),
     Mutant("mask_without_slope", VA, "ALiBi's slope is not on the mask", {"mask_slope": lambda k, h: np.float32(1)},
-           lambda node: _masked(node) and _alibi(node)),
+           lambda node: masked(node) and _alibi(node)),
     Mutant("mask_of_head_0", VA, "all heads have the first one's mask", {"matrix": lambda k, h: 0},
-           _mask_of_heads),
+           mask_heads),
     Mutant("mask_of_kv_head", VA, "heads of one KV head have one mask", {"matrix": lambda k, h: k.kv_head(h)
-           % k.mask.t.ne[2]}, _mask_of_heads),
+           % k.mask.t.ne[2]}, mask_heads),
     Mutant("mask_hidden_keys_read", VA, "keys that it hides from all are read: NaN meets a weight of 0",
            {"shown": lambda k, seen: seen.any(0) | True}, _of_keys),
     Mutant("mask_dead_block_of_first_row", VA, "blocks that the tile's first query does not see are skipped",
@@ -272,7 +263,7 @@ VARLEN_MUTANTS = [
     # the log of denominators
     Mutant("lse_nobody_has_sink", LSE, "queries of nobody have the sink", {"has_sink": lambda k, s: True}, _with_sinks),
     Mutant("lse_length_one_short", LSE, "the last key is left out", {"length": lambda k, s: Varlen.length(k, s) - 1}),
-    Mutant("lse_mask_dropped", LSE, "the mask is not added", {"has_column": lambda k, c: c != c}, _masked),
+    Mutant("lse_mask_dropped", LSE, "the mask is not added", {"has_column": lambda k, c: c != c}, masked),
     Mutant("lse_part_lost", LSE, "the first part of a tile is not joined", {"merge": lambda k, a, b: b}),
     Mutant("lse_of_nothing", LSE, "a query that sees nothing has a finite number", {"merge": lambda k, a, b: (
         np.where(np.maximum(a[0], b[0]) == NEG_INF, np.float32(0), Varlen.merge(k, a, b)[0]),
