@@ -69,7 +69,8 @@ def _sums(e: Floats, counted: npt.NDArray[np.bool_]) -> tuple[_Sum, _Sum]:
     energy, weight = e**2, counted.astype(np.float64)
 
     def root(axes: tuple[int, ...]) -> Floats:
-        return np.sqrt(energy.sum(axes) * weight.sum(axes))
+        made: Floats = np.sqrt(energy.sum(axes) * weight.sum(axes))
+        return made
 
     slope = _Sum(
         lambda x: f"{1 + x:.4g} times what they must be", e, energy.sum(-1) ** 2, energy**2, lambda a: energy.sum(a)
@@ -119,10 +120,8 @@ def _why(node: Tensor, s: _Sum, d: Floats, error: Floats, flips: Floats, steps: 
     of_rows = float((parts.sum(-1) ** 2).sum()) / float(s.rows.sum())
     of_elements = float((parts**2).sum()) / float(s.elements.sum())
     for axes in _groups(d.ndim):
-        if d.ndim - 1 in axes:
-            variance = of_rows * s.rows.sum(axes[:-1])
-        else:
-            variance = of_elements * s.elements.sum(axes)
+        whole_rows = d.ndim - 1 in axes
+        variance = of_rows * s.rows.sum(axes[:-1]) if whole_rows else of_elements * s.elements.sum(axes)
         chance = FACTOR * np.sqrt(2 * UNLIKELY * variance)
         chance = chance + np.sqrt(2 * UNLIKELY * (flips * s.weights**2).sum(axes))
         chance = chance + UNLIKELY / 3 * (steps * np.abs(s.weights)).max(axes)
