@@ -137,10 +137,10 @@ CACHES: dict[str, CacheType] = {
     "q8_0": CacheType(steps=127.0, logits_nmse=1e-4),
     "q4_0": CacheType(steps=8.0, logits_nmse=1e-2),
     "f8_e4m3": CacheType(logits_nmse=1e-3),
-    "f8_e5m2": CacheType(),
-    "q4_1": CacheType(steps=15.0, from_least=True),
-    "q5_0": CacheType(steps=16.0),
-    "q5_1": CacheType(steps=31.0, from_least=True),
+    "f8_e5m2": CacheType(logits_nmse=4e-3),
+    "q4_1": CacheType(steps=15.0, from_least=True, logits_nmse=1e-2),
+    "q5_0": CacheType(steps=16.0, logits_nmse=3e-3),
+    "q5_1": CacheType(steps=31.0, from_least=True, logits_nmse=3e-3),
     "iq4_nl": CacheType(written=False),
 }
 #: Types that floats are rounded to by SET_ROWS and CPY, and those of a session's cache.

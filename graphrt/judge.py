@@ -16,6 +16,7 @@ import numpy.typing as npt
 from graphrt import float8
 from graphrt.dtypes import CACHES, FLOATS8, CacheType
 from graphrt.host import host_type
+from graphrt.judge_bias import why_biased
 from graphrt.patterns import describe, place
 from graphrt.tensor import Tensor
 from graphrt.testing import dequantize
@@ -27,10 +28,15 @@ Mask = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class Precision:
-    """Relative errors. band: always allowed; ceiling: never passed, whatever the low-precision computation does."""
+    """Relative errors. band: always allowed; ceiling: never passed, whatever the low-precision computation does.
+
+    bias: how far off results may be in one direction, beyond what chance explains (judge_bias.py); None where errors
+    are so small that their size is enough of a rule.
+    """
 
     band: float
     ceiling: float
+    bias: float | None = None
 
 
 #: The one table of tolerances, by what an op computes in. ggml allows 2.2e-2 (NMSE 5e-4) for attention and MUL_MAT of
@@ -41,8 +47,9 @@ PRECISIONS = {
     "bf16": Precision(2.0**-10, 2.0**-6),
     "stored f16": Precision(2.0**-12, 2.0**-10),  # computed in f32, then rounded to the result's type
     "stored bf16": Precision(2.0**-9, 2.0**-7),
-    "stored f8_e4m3": Precision(2.0**-5, 2.0**-3),
-    "stored f8_e5m2": Precision(2.0**-4, 2.0**-2),
+    # Rounding to 8 bits goes up as often as down.
+    "stored f8_e4m3": Precision(2.0**-5, 2.0**-3, 2.0**-9),
+    "stored f8_e5m2": Precision(2.0**-4, 2.0**-2, 2.0**-9),
     # Activations that a backend rounds to 8 bits on purpose (Backend.rounds_activations), in groups of 32 with a step
     # of max|x| / 127. A rounding is off by step / sqrt(12) on average: 0.4 % of uniform x, 0.5 % of normal x, and since
     # max|x| is at most the group's length, sqrt(32 / 12) / 127 = 1.3 % of any x. On the suite's 109 products of few
@@ -52,8 +59,9 @@ PRECISIONS = {
     "int8": Precision(2.0**-10, 2.0**-5),
     # Attention whose products multiply floats of 8 bits, as its parameter prec allows. Rounding to three bits of
     # mantissa is off by 2.6 % on average. In q that is as much of a score, so of scores of deviation 3 (the suite's)
-    # 0.08, 8 % of a weight, and the weights' own rounding is little beside it. The ceiling is three times that.
-    "f8": Precision(2.0**-7, 2.0**-2),
+    # 0.08, 8 % of a weight, and the weights' own rounding is little beside it. The ceiling is three times that. The
+    # bias is for matrix units that cut sums of such products off at 14 bits, once for each 32 of them.
+    "f8": Precision(2.0**-7, 2.0**-2, 2.0**-8),
 }
 #: FlashAttnParams.prec (ops/flash_attn_ext.py) as a key of PRECISIONS.
 _ASKED = {10: "f32", 8: "f8"}
@@ -151,7 +159,8 @@ def judge(
 
     rule: what was computed in, a key of PRECISIONS or figures of one's own, if it is not precision() of the node.
 
-    A result of floats of 8 bits, or of an op that reads k or v or a matrix of them, must keep judge_share()'s rule too.
+    A result of floats of 8 bits, or of an op that reads k or v or a matrix of them, must keep judge_share()'s rule too;
+    one that is rounded so coarsely that a wrong factor hides in that, judge_bias.py's.
 
     A result of floats of 8 bits holds no number past the largest one, which such a one is judged as.
 
@@ -162,6 +171,7 @@ def judge(
     special = _special(node, a, e)
     if special is not None:
         return special
+    unrounded = np.asarray(low, np.float64)
     if node.dtype.is_float8 and low is not None:
         # As both are when they are stored: what is too large becomes the largest number, and low is rounded.
         largest = FLOATS8[node.dtype.name].largest
@@ -175,6 +185,9 @@ def judge(
     message = figures.why_wrong(worst, a, e)
     if not message and reads_float8(node):
         message = judge_share(node, a, e).message
+    if not message and allowed.bias is not None:
+        band = PRECISIONS[precision(node)].band
+        message = why_biased(node, a, e, np.broadcast_to(unrounded, e.shape), allowed.bias, band)
     return Verdict(not message, message, figures.nmse, figures.limit, float(error.max()), worst)
 
 

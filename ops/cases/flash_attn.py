@@ -224,6 +224,9 @@ GROUPS: Mapping[str, Sequence[Group]] = {
             {"n_q": (1, 9), "out": (("f32", 1.0), ("f8_e4m3", 0.25), ("f8_e4m3", 0.001))},
             {"scaled": ("one",), "types": (("q8_0", "f16"),)},
         ),
+        # Many rows, of scores that are near each other: a factor of 1.01 is more than chance explains.
+        Group(replace(_EIGHT, n_q=160, heads=(8, 2), scale=0.03, prec=8)),
+        Group(replace(_WIDE, n_q=50, types=("f8_e4m3", "f8_e4m3"), scaled="heads", out=("f8_e4m3", 0.05))),
         Group(replace(BASE, heads=(6, 2), out=("f8_e4m3", 0.1)), {}, {"n_q": (1, 33), "d": ((128, 128), (576, 512))}),
         Group(replace(_EIGHT, q_type="f8_e4m3"), {}, {"prec": (0, 8)}),
         Group(replace(_WIDE, q_type="f8_e4m3", sinks="near"), {}, {"layout": ("panels",), "max_bias": (8.0,)}),

@@ -47,7 +47,7 @@ def test_how_a_prompt_is_cut_does_not_matter(tmp_path: Path, name: str, batch: i
 
 @pytest.mark.parametrize("cache", [name for name in CACHE_TYPES if name != "f32"])
 def test_caches_cost_no_more_than_their_rounding(tmp_path: Path, cache: str) -> None:
-    """bf16 keeps 8 bits of mantissa, f16 11, q8_0 about 7.5, q4_0 about 3.5; the two forms must agree on each."""
+    """bf16 keeps 8 bits of mantissa, f16 11, q8_0 about 7.5, q5_0 4.5, q4_0 3.5; the two forms must agree on each."""
     path = write_model(tmp_path / "m.gguf", "gemma3")
     options = SessionOptions(type_k=cache, type_v=cache)
     exact = logits_of(path, options, exact=True)

@@ -42,12 +42,7 @@ def rope_cache_attention(nodes: Nodes) -> Iterator[Group]:
     """The rotation of q and k of one token a sequence, the writing of k and v into caches of f16 or bf16, and the
     attention that reads them, of heads of 64 or 128: where the decode kernel serves it, one launch."""
     for attention, found in _rotations(nodes):
-        if (
-            attention.op != "FLASH_ATTN_EXT"
-            or is_scaled(attention)
-            or nodes.readers(found.q) != [attention]
-            or nodes.kept(found.q)
-        ):
+        if nodes.readers(found.q) != [attention] or nodes.kept(found.q) or why_apart(attention) is not None:
             continue
         plain = all(_is_rotated_plain(rotated["a"]) for rotated in (found.q, found.k))
         if plain and _is_one_token(attention, found):
@@ -58,16 +53,37 @@ def rope_cache_attention(nodes: Nodes) -> Iterator[Group]:
             )  # fmt: skip
 
 
+#: Types of caches whose row of a step the decode kernel writes itself.
+_APPENDED = ("f16", "bf16")
+
+
+def why_apart(attention: Tensor) -> str | None:
+    """Why an attention of a cache can't have its step's rotation and append in its launch, as far as it tells by
+    itself: a sentence, or None."""
+    if attention.op != "FLASH_ATTN_EXT":
+        return "it appends to caches of one stretch a sequence, this one lies in pages or is packed"
+    if is_scaled(attention):
+        return "it has no scales of k, v or the result"
+    for side in ("k", "v"):
+        if (name := attention[side].dtype.name) not in _APPENDED:
+            return f"it writes rows of f16 and bf16, what goes into a cache of {name} is rounded by a launch before it"
+    if attention["k"].ne[0] not in (64, 128) or attention["v"].ne[0] != attention["k"].ne[0]:
+        return f"it is for heads of 64 and 128, these have {attention['k'].ne[0]}"
+    if attention["q"].ne[1] != 1:
+        return f"it is for one token a sequence, this step has {attention['q'].ne[1]}"
+    return None
+
+
 def _is_one_token(attention: Tensor, found: RopeCache) -> bool:
     """q is the rotated one, turned; k and v are the caches from their first cells on."""
     q, d, n_seq = attention["q"], found.q.ne[0], found.q.ne[2]
     turned = q.ne == (d, 1, found.q.ne[1], n_seq) and q.view_offs == found.q.view_offs
     turned = turned and q.nb[2] == found.q.nb[1] and (n_seq == 1 or q.nb[3] == found.q.nb[2])
-    if not turned or d not in (64, 128) or found.v_set["rows"].ne[0] % d:
+    if not turned or found.v_set["rows"].ne[0] % d:
         return False
     for side, written in (("k", found.k_set), ("v", found.v_set)):
         x, size = attention[side], written.dtype.type_size
-        at_start = x.view_offs == written.view_offs and x.dtype.name in ("f16", "bf16")
+        at_start = x.view_offs == written.view_offs
         same = x.nb[1] == written.nb[1] and x.nb[2] == d * size and (n_seq == 1 or x.nb[3] == written.nb[2])
         if not (at_start and same and x.ne[0] == d and x.ne[2] * d == written.ne[0] and x.ne[3] == n_seq):
             return False

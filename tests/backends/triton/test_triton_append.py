@@ -16,10 +16,13 @@ if device.unusable() is not None:
 
 from support.append_emulation import launcher_of, run, step
 
+import graphrt
+from graphrt import new_input, ops
 from graphrt.backend import get_backend
 from graphrt.backends.triton.fuse import wanted_fusions
 from graphrt.backends.triton.kernels.rope import ROPE_CACHE_ATTENTION
 from graphrt.errors import BackendError
+from graphrt.tensor import Tensor
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
@@ -84,3 +87,34 @@ def test_it_is_asked_for_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GRAPHRT_FUSE", "rope_cache_attention,norm_mule")
     with pytest.raises(BackendError, match="norm_mule"):
         get_backend("triton", exact=False).fuse(None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("kinds", "d", "reason"),
+    [
+        (("q8_0", "f16"), 64, "it writes rows of f16 and bf16, what goes into a cache of q8_0 is rounded by a launch"),
+        (("f16", "f8_e4m3"), 64, "what goes into a cache of f8_e4m3 is rounded"),
+        (("f16", "f16"), 32, "it is for heads of 64 and 128, these have 32"),
+    ],
+)
+def test_who_has_it_apart_is_told_why(
+    kinds: tuple[str, str], d: int, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the fusion is asked for: an attention of a cache that can't have it says so, an attention of inputs not."""
+    n_cells, ids = 64, new_input("i32", 1, name="ids")
+
+    def cache(kind: str, name: str) -> Tensor:
+        rows = new_input("f32", 2 * d, 1, name=f"{name}_new")
+        written = ops.set_rows(rows, ids, new_input(kind, 2 * d, n_cells, name=name))
+        return ops.permute(ops.reshape(written, d, 2, n_cells), 0, 2, 1, 3)
+
+    q = new_input("f32", d, 1, 4, name="q")
+    k, v = (cache(kind, name) for kind, name in zip(kinds, "kv"))
+    plain = [new_input("f16", d, 32, 2, name=f"plain_{name}") for name in "kv"]
+    both = [ops.flash_attn_ext(q, k, v, None, 1.0), ops.flash_attn_ext(q, *plain, None, 1.0)]
+    for text, told in (("1", False), ("rope_cache_attention", True)):
+        monkeypatch.setenv("GRAPHRT_FUSE", text)
+        exe = graphrt.prepare(graphrt.Graph(*both), get_backend("triton", exact=False))
+        found = {step.group.nodes[-1]: step.choice.refused for s in exe.splits for step in s.run.steps if step.choice}
+        assert ("rope_cache_attention" in found[both[0]]) is told and "rope_cache_attention" not in found[both[1]]
+        assert not told or reason in found[both[0]]["rope_cache_attention"]

@@ -22,7 +22,7 @@ LOGITS = ("logits", "spm.gguf", "-o", "never.npy", "--tokens")
 PERPLEXITY = ("perplexity", "spm.gguf", "-f", "text.txt")
 PREC = (*PERPLEXITY, "-c", "16", "--attn-prec")
 RECALL = ("perplexity", "--synthetic", "recall-64", "--needle")
-CACHES = "f32, f16, bf16, q8_0, q4_0, f8_e4m3"
+CACHES = "f32, f16, bf16, q8_0, q4_0, f8_e4m3, f8_e5m2, q4_1, q5_0, q5_1"
 USAGE = "run --help lists what it takes"
 
 BAD: dict[str, tuple[Sequence[str], str, str]] = {  # what is given, what is wrong with it, the next step

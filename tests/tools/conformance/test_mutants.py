@@ -60,7 +60,9 @@ def test_mutant_of_an_unknown_piece_is_refused() -> None:
     "name",
     ["softcap_after_mask", "merge_without_rescale", "sink_twice", "gqa_modulo", "empty_row_nan", "f32_angle",
      "next_scale_matmul", "eps_outside", "index_batch_clamped", "soft_max_scale_missing", "lse_without_sink",
-     "out_by_place", "unused_experts_skipped", "id_from_the_end_mul_mat_id", "ids_contiguous_add_id", "fill_keeps_nan"],
+     "out_by_place", "unused_experts_skipped", "id_from_the_end_mul_mat_id", "ids_contiguous_add_id", "fill_keeps_nan",
+     "value_scale_of_one_head_missing", "out_1_percent_large", "out_2_percent_small", "out_cut_off",
+     "products_of_8_bits_1_percent_large"],
 )  # fmt: skip
 def test_mutant_is_killed_by_a_named_case(name: str) -> None:
     trial = _try(name, "quick", 0, NOTHING_BUT)

@@ -16,6 +16,7 @@ import numpy as np
 from graphrt import float8
 from graphrt.backend import Bytes
 from graphrt.dtypes import FLOATS8, DType, dtype
+from graphrt.ops.flash_attn_ext import PREC_F8
 from graphrt.ops.key_panels import ROWS
 from graphrt.tensor import Tensor
 from graphrt.tools.conformance.mutants import pieces as on
@@ -83,8 +84,24 @@ def _stores_float8(node: Tensor) -> bool:
     return node.dtype.is_float8
 
 
+def _may_multiply_in_8_bits(node: Tensor) -> bool:
+    return bool(node.params.prec == PREC_F8)
+
+
 def _to_nan(k: Attention, values: Floats, dt: DType) -> Bytes:
     return float8.encode(np.where(np.abs(values) > FLOATS8[dt.name].largest, np.nan, values), dt)
+
+
+def _cut_off(k: Attention, values: Floats, dt: DType) -> Bytes:
+    """Rounded toward zero: the code before the nearest where that is larger."""
+    codes = float8.encode(values, dt)
+    return np.where(np.abs(float8.decode(codes, dt)) > np.abs(values), codes - 1, codes).astype(np.uint8)
+
+
+def _one_unscaled(k: Attention, name: str, heads: Index) -> Floats:
+    """The scale of the last head is taken for 1 where it is v_scale's."""
+    left_out = (heads == k.n_head - 1)[:, None] & (name == "v_scale")
+    return np.where(left_out, np.float32(1), Attention.scales(k, name, heads))
 
 
 def _panelled(node: Tensor) -> bool:
@@ -114,6 +131,18 @@ ATTENTION_MUTANTS = [
     Mutant("out_scale_multiplied", FA, "the result is multiplied by out_scale",
            {"scaled_out": lambda k, tile, rows: rows * k.scales("v_scale", tile.heads) * np.float32(k.p.out_scale)},
            _stores_float8),
+    Mutant("value_scale_of_one_head_missing", FA, "of the last head v_scale is not read", {"scales": _one_unscaled},
+           _scaled),
+    Mutant("out_1_percent_large", FA, "a result of 8 bits is 1.01 times what it must be",
+           {"scaled_out": lambda k, tile, rows: Attention.scaled_out(k, tile, rows) * np.float32(1.01)},
+           _stores_float8),
+    Mutant("out_2_percent_small", FA, "a result of 8 bits is 0.98 times what it must be",
+           {"scaled_out": lambda k, tile, rows: Attention.scaled_out(k, tile, rows) * np.float32(0.98)},
+           _stores_float8),
+    Mutant("out_cut_off", FA, "a result is rounded to 8 bits toward zero", {"codes8": _cut_off}, _stores_float8),
+    Mutant("products_of_8_bits_1_percent_large", FA, "with prec 8 a result is 1.01 times what it must be",
+           {"scaled_out": lambda k, tile, rows: Attention.scaled_out(k, tile, rows) * np.float32(1.01)},
+           _may_multiply_in_8_bits),
     Mutant("out_not_saturated", FA, "what is too large for 8 bits becomes NaN", {"codes8": _to_nan}, _stores_float8),
     Mutant("out_in_another_format", FA, "results are stored as e5m2",
            {"codes8": lambda k, values, dt: float8.encode(values, dtype("f8_e5m2"))}, _stores_float8),

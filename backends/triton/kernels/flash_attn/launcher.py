@@ -31,8 +31,9 @@ from graphrt.backends.triton.kernels.flash_attn.varlen.parts import by_rows, cas
 from graphrt.backends.triton.kernels.flash_attn.varlen.plan import VarlenPlans
 from graphrt.backends.triton.kernels.flash_attn.varlen.problem import VarlenProblem
 from graphrt.backends.triton.kernels.rope import appended_arguments, lower_rope_cache, rope_table
-from graphrt.backends.triton.kernels.rope_fusions import RopeCacheAttention
+from graphrt.backends.triton.kernels.rope_fusions import RopeCacheAttention, why_apart
 from graphrt.fusion import Fusion
+from graphrt.op import made_by
 from graphrt.ops.flash_attn_ext import is_scaled
 from graphrt.tensor import Tensor
 
@@ -42,6 +43,7 @@ class Launcher:
     lengths.
 
     schedule: forces one. config: forces the portable kernel, with that configuration. backward: the form of gradients.
+    appends: a step's rotation and append are wanted in the attention's launch, so that it is told where they are not.
     chosen: what each node got, for those who ask why.
     """
 
@@ -52,8 +54,10 @@ class Launcher:
         schedule: str | None = None,
         config: Config | None = None,
         backward: str = "split",
+        appends: bool = False,
     ) -> None:
         self.target = target
+        self.appends = appends
         self.place = place
         self.schedule = schedule
         self.config = config
@@ -68,10 +72,23 @@ class Launcher:
         if isinstance(attention, Gradients):
             return self.backward.launches(attention)
         if attention.nodes[0].op.startswith("FLASH_ATTN_VARLEN"):
-            return self._varlen(VarlenProblem(attention, self.place))
-        if attention.out is not None and is_scaled(attention.out):
-            return self._scaled(attention.out)
-        return self._plain(Problem(attention, self.place))
+            steps = self._varlen(VarlenProblem(attention, self.place))
+        elif attention.out is not None and is_scaled(attention.out):
+            steps = self._scaled(attention.out)
+        else:
+            steps = self._plain(Problem(attention, self.place))
+        if self.appends and attention.out is not None:
+            self._tell_apart(attention.out)
+        return steps
+
+    def _tell_apart(self, node: Tensor) -> None:
+        """Says of an attention of a cache why the step's row of it is written by another launch."""
+        if made_by(node["k"]).op == "SET_ROWS":
+            chosen = self.chosen[node]
+            reason = (
+                why_apart(node) or f"{chosen.kernel} has no such form, or the step's nodes are not as it needs them"
+            )
+            self.chosen[node] = replace(chosen, refused={**chosen.refused, "rope_cache_attention": reason})
 
     def _plain(self, p: Problem) -> list[Step]:
         kernel, refused = self._in_passes(p) or self._first(p, kernels_of(self.target), not_of(self.target))
