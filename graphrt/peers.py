@@ -4,7 +4,7 @@ Each rank has slots that all others can write, and a table of all ranks' slots b
 the number of the round that it was written in, in one word of 64 bits: whoever reads a word with the number of its own
 round has the value, so that there is neither a flag to wait for nor a fence. backends/triton/kernels/joined.py is what
 writes and reads them; tests/support/joined_protocol.py goes through all orders in which that can happen. Numbers of
-rounds begin anew after 2**31 - 2, by when each word has been written again.
+rounds begin anew after 2**31 - 2: a word that nobody wrote in all that time would be believed.
 """
 
 from __future__ import annotations
