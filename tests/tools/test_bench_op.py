@@ -167,7 +167,8 @@ def test_every_shape_becomes_a_row(bench: Bench) -> None:
     for row in report["results"]:
         assert row["status"] == "ok" and row["us"] > 0 and row["relative_error"] < 1e-5, row
         assert row["first"] is row["goal"] is row["llama"] is None, "the figures are of other sizes"
-    assert len(err.splitlines()) == len(ALL), "a line for each as it comes"
+    assert len(err.splitlines()) == 2 * len(ALL) + 1, "what is done, then a line for each as it comes"
+    assert err.startswith("measuring what this machine can do")
     assert report["ceilings"]["before"]["copy_gb_per_s"] > 0 and report["machine"]["torch"] == torch.__version__
 
 

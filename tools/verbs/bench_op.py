@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 VARLEN, BACKWARD = "FLASH_ATTN_VARLEN", "FLASH_ATTN_BACK"
 #: Runs before anything is looked at: a backend may compile in the first and capture in the next ones.
 WARM_UP_RUNS = 3
+#: What comes first, before any shape.
+_CEILINGS = "measuring what this machine can do at most: copies and products ..."
 #: Ours and the peers are measured in turn, so that all meet the same machine.
 ROUNDS = 2
 
@@ -101,6 +103,7 @@ def _varlen(args: argparse.Namespace) -> int:
     cuda = on_gpu(backend)
     cache = torch.cuda.get_device_properties(0).L2_cache_size if cuda else 0
     clock: Clock = CudaClock() if cuda else HostClock()
+    _say(_CEILINGS)
     before = ceilings(cuda)
     rows = varlen.measure(
         varlen_shapes.tiny(shapes) if args.tiny else shapes, backend, clock, cache, args.repetitions,
@@ -140,6 +143,7 @@ def _backward(args: argparse.Namespace) -> int:
         return forms.get(form, backend)
 
     clock: Clock = CudaClock() if cuda else HostClock()
+    _say(_CEILINGS)
     before = ceilings(cuda)
     rows = backward.measure(
         back_shapes.tiny(shapes) if args.tiny else shapes, backend_of, clock, cuda, args.repetitions,
@@ -317,13 +321,20 @@ def _measure_all(args: argparse.Namespace, backend: Backend, shapes: list[Shape]
         cuda and not args.no_peers,
         args.tiny,
     )
+    _say(_CEILINGS)
     before = ceilings(cuda)
     rows = []
     for i, shape in enumerate(shapes):
+        _say(f"[{i + 1}/{len(shapes)}] {shape.name}: compiling, checking, timing ...")
         rows.append(bench.measure(shape))
-        print(f"[{i + 1}/{len(shapes)}] {_shown(rows[-1])}", file=sys.stderr, flush=True)
+        _say(f"[{i + 1}/{len(shapes)}] {_shown(rows[-1])}")
     judge_marks(rows)
     return Report(args.op.upper(), backend.name, versions(backend), before, ceilings(cuda), rows, args.tiny)
+
+
+def _say(text: str) -> None:
+    """What is being done, at once: a benchmark that is silent for half a minute is taken for one that hangs."""
+    print(text, file=sys.stderr, flush=True)
 
 
 def _shown(row: Row) -> str:
