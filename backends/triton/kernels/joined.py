@@ -31,10 +31,10 @@ from graphrt.backends.triton.kernels.products.activations import (
     MAX_ADD_NORM,
     NormWeight,
     Q8Rows,
+    add_norm_row,
     form_of,
+    norm_weight,
     outputs_of,
-    row_over_rms,
-    store_row,
     uses_ptx,
 )
 from graphrt.backends.triton.launch import Launch, launch_options
@@ -226,15 +226,13 @@ def join_rows(
     sum: f32 [n, k] without gaps; sum's memory may be x's or residual's. w, w2: f32 [k], read before what other kernels
     wrote if EARLY. out: norm(sum) * w2 in f32, or None. TO, PARTS: as store_row(). A block is a row.
     """
-    row = tl.program_id(0)
+    program = tl.program_id(0)
+    row = program.to(tl.int64)
     i = tl.arange(0, BLOCK // 32)[:, None] * 32 + tl.arange(0, 32)[None, :]
     m = i < k
-    at = row.to(tl.int64) * k + i
+    at = row * k + i
     if EARLY:
-        if p_w is not None:
-            w = tl.load(p_w + i, mask=m, other=0.0)
-        if p_w2 is not None:
-            w2 = tl.load(p_w2 + i, mask=m, other=0.0)
+        w, w2 = norm_weight(p_w, i, m), norm_weight(p_w2, i, m)
     if PDL:
         gdc_wait()
     x = tl.load(p_x + at, mask=m, other=0.0)
@@ -243,30 +241,21 @@ def join_rows(
         for source in tl.static_range(1, RANKS):
             x += tl.load(p_x + source * every + at, mask=m, other=0.0)
     else:
-        last = tl.load(p_rounds + row)
+        last = tl.load(p_rounds + program)
         number = tl.where(last >= MOST_ROUNDS, 1, last + 1)
         by_owner: tl.constexpr = HOW == "two shots"
-        x = _joined(x, p_slots, p_table, rank, row, number, k, by_owner, RANKS, ROWS, LONGEST, PTX)
-        tl.store(p_rounds + row, number)
+        x = _joined(x, p_slots, p_table, rank, program, number, k, by_owner, RANKS, ROWS, LONGEST, PTX)
+        tl.store(p_rounds + program, number)
+    residual = 0.0
     if p_residual is not None:
         residual = tl.load(p_residual + at, mask=m, other=0.0)
     if PDL:
         gdc_launch_dependents()
     if not EARLY:
-        if p_w is not None:
-            w = tl.load(p_w + i, mask=m, other=0.0)
-        if p_w2 is not None:
-            w2 = tl.load(p_w2 + i, mask=m, other=0.0)
-    if p_w is not None:
-        x = x * row_over_rms(x, k, eps) * w
-    if p_residual is not None:
-        x += residual
-    tl.store(p_sum + at, x, mask=m)
-    if p_w2 is not None:
-        y = x * row_over_rms(x, k, eps2) * w2
-        if p_out is not None:
-            tl.store(p_out + at, y, mask=m)
-        store_row(y, p_q, p_d, p_s, row.to(tl.int64), i, k, TO, PARTS)
+        w, w2 = norm_weight(p_w, i, m), norm_weight(p_w2, i, m)
+    add_norm_row(
+        x, p_w, w, eps, p_residual, residual, p_sum, p_w2, w2, eps2, p_out, p_q, p_d, p_s, row, i, m, k, TO, PARTS
+    )  # fmt: skip
 
 
 def shots(ranks: int, nbytes: int) -> int:

@@ -285,6 +285,39 @@ def row_over_rms(x, k, eps):
     return 1.0 / tl.sqrt_rn(tl.sum(tl.sum(x * x, 1), 0) / k + eps)
 
 
+@triton.jit
+def norm_weight(p_w, i, m):
+    """Elements i, where m, of a norm's weights, f32 [k]; 1 where there are none."""
+    w = 1.0
+    if p_w is not None:
+        w = tl.load(p_w + i, mask=m, other=0.0)
+    return w
+
+
+@triton.jit
+def add_norm_row(
+    x, p_w, w, eps, p_residual, residual, p_sum, p_w2, w2, eps2, p_out, p_q, p_d, p_s, row, i, m, k,
+    TO: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """Of one row, f32 [groups, 32] with zeros past its k elements: sum = norm(x) * w, or x where p_w is None, plus the
+    residual where p_residual is not; then norm(sum) * w2 as store_row() says and, with p_out, in f32, unless p_w2 is
+    None.
+
+    row: int64; i, m: a row's elements, and which of them there are. p_sum, p_out: f32 [n, k] without gaps.
+    """
+    at = row * k + i
+    if p_w is not None:
+        x = x * row_over_rms(x, k, eps) * w
+    if p_residual is not None:
+        x += residual
+    tl.store(p_sum + at, x, mask=m)
+    if p_w2 is not None:
+        y = x * row_over_rms(x, k, eps2) * w2
+        if p_out is not None:
+            tl.store(p_out + at, y, mask=m)
+        store_row(y, p_q, p_d, p_s, row, i, k, TO, PARTS)
+
+
 @accesses(reads="p_x p_w p_residual p_w2", writes="p_sum p_out p_q p_d p_s", early_if={"EARLY": "p_w p_w2"})
 @triton.jit
 def add_norm_rows(
@@ -301,9 +334,7 @@ def add_norm_rows(
     m = i < k
     at = row * k + i
     if EARLY:
-        if p_w is not None:
-            w = tl.load(p_w + i, mask=m, other=0.0)
-        w2 = tl.load(p_w2 + i, mask=m, other=0.0)
+        w, w2 = norm_weight(p_w, i, m), norm_weight(p_w2, i, m)
     if PDL:
         gdc_wait()
     x = tl.load(p_x + at, mask=m, other=0.0)
@@ -311,17 +342,10 @@ def add_norm_rows(
     if PDL:
         gdc_launch_dependents()
     if not EARLY:
-        if p_w is not None:
-            w = tl.load(p_w + i, mask=m, other=0.0)
-        w2 = tl.load(p_w2 + i, mask=m, other=0.0)
-    if p_w is not None:
-        x = x * row_over_rms(x, k, eps) * w
-    x += residual
-    tl.store(p_sum + at, x, mask=m)
-    y = x * row_over_rms(x, k, eps2) * w2
-    if p_out is not None:
-        tl.store(p_out + at, y, mask=m)
-    store_row(y, p_q, p_d, p_s, row, i, k, TO, PARTS)
+        w, w2 = norm_weight(p_w, i, m), norm_weight(p_w2, i, m)
+    add_norm_row(
+        x, p_w, w, eps, p_residual, residual, p_sum, p_w2, w2, eps2, p_out, p_q, p_d, p_s, row, i, m, k, TO, PARTS
+    )  # fmt: skip
 
 
 # --- launches ---
