@@ -258,12 +258,12 @@ def figures(kernel: Any, arch: str) -> dict[str, Any]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
-        usage = _tool("cuobjdump", "-res-usage", file.name)
+        usage = tool("cuobjdump", "-res-usage", file.name)
         # Most time goes to the disassembler: by default not for what has no stack to spill to, nor products of the kind
         # that ptxas was seen to get wrong.
         may_spill = not re.search(r"STACK:0 .*LOCAL:0 ", usage)
         wanted = COMPILE_ALL or may_spill or _multiplies_from_shared(kernel.asm["ptx"])
-        sass = _tool("cuobjdump", "-sass", file.name) if wanted else ""
+        sass = tool("cuobjdump", "-sass", file.name) if wanted else ""
     found["registers"] = int(re.search(r"REG:(\d+)", usage)[1])
     instructions = _instructions(sass)
     found["unset"] = read_unset([text for _, text in instructions])
@@ -295,7 +295,8 @@ def serialized(ptx: str) -> str:
     return next((line for line in said.splitlines() if "serialized" in line), "")
 
 
-def _tool(name: str, *args: str) -> str:
+def tool(name: str, *args: str) -> str:
+    """What a program of Triton's assembler prints."""
     return _run(name, *args).stdout
 
 

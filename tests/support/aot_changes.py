@@ -95,14 +95,14 @@ def cases(tree: Path, arch: str, words: list[str], every: bool, out: Path) -> It
 
 def instructions(text: str, folder: Path) -> str:
     """What a GPU runs of PTX: the instructions that Triton's own assembler and disassembler show."""
-    from support.aot import _tool  # noqa: PLC0415
+    from support.aot import tool  # noqa: PLC0415
 
     version = re.search(r"^\.target (\w+)", text, re.M)
     assert version is not None
     source, binary = folder / "code.ptx", folder / "code.cubin"
     source.write_text(text)
-    _tool("ptxas", f"--gpu-name={version[1]}", str(source), "-o", str(binary))
-    return _tool("cuobjdump", "-sass", str(binary))
+    tool("ptxas", f"--gpu-name={version[1]}", str(source), "-o", str(binary))
+    return tool("cuobjdump", "-sass", str(binary))
 
 
 def difference(old: Case, new: Case, folder: Path) -> tuple[str, list[str]]:
