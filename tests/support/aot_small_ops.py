@@ -17,6 +17,8 @@ from graphrt.backends.triton.kernels.norm_fusions import ScaledNorm
 from graphrt.backends.triton.kernels.products.adapters import lower_adapters
 from graphrt.backends.triton.kernels.products.fusions import Adapted, AdaptedOfOne
 from graphrt.backends.triton.kernels.products.skinny import skinny_steps
+from graphrt.backends.triton.kernels.products.trained import lower_gradient, lower_trained
+from graphrt.backends.triton.kernels.products.trained_fusions import GradientOfOne, Trained, TrainedOfOne
 from graphrt.backends.triton.launch import Launch
 from graphrt.backends.triton.memory import TritonBuffer
 from graphrt.fusion import Softcap
@@ -106,6 +108,33 @@ def _skinny(arch: str) -> Iterator[Case]:
             yield f"skinny {name}", launch.kernel, launch.args, launch.options
 
 
+def _trained(rows: tuple[int, ...], k: int) -> TrainedOfOne:
+    """Products by 2048 tokens of one x with adapters that are trained."""
+    x, found = new_tensor("f32", k, 2048), []
+    for m in rows:
+        y, down = ops.mul_mat(new_tensor("q4_K", k, m), x), ops.mul_mat(new_tensor("f32", k, 16), x)
+        up = ops.mul_mat(new_tensor("f32", 16, m), scaled := ops.scale(down, 2.0))
+        found.append(Trained(y, down, scaled, up, ops.add(y, up)))
+    return TrainedOfOne(tuple(found))
+
+
+def _gradient(rows: tuple[int, ...], k: int) -> GradientOfOne:
+    """The gradient of what those read."""
+
+    def product(kind: str, m: int) -> Tensor:
+        return ops.out_prod(new_tensor(kind, k, m), ops.transpose(new_tensor("f32", m, 2048)))
+
+    packed, plain = [product("q4_K", m) for m in rows], [product("f32", 16) for _ in rows]
+    return GradientOfOne(tuple(packed), tuple(plain), new_tensor("f32", k, 2048))
+
+
+def _of_training(arch: str) -> Iterator[Case]:
+    for rows, k in (((4096,), 14336), ((4096, 1024, 1024), 4096), ((14336, 14336), 4096)):
+        steps = made(partial(lower_trained, _trained(rows, k)), arch)
+        for launch in (*steps, *made(partial(lower_gradient, _gradient(rows, k)), arch)):
+            yield f"trained {k} by {len(rows)} of {rows[0]}", launch.kernel, launch.args, launch.options
+
+
 def op_node(op: str) -> Tensor:
     """A node of an elementwise op over one row."""
     x = new_tensor("f32", 4096)
@@ -164,6 +193,7 @@ def aot_cases(arch: str) -> Iterator[Case]:
             for launch in made(partial(norm.lower_scaled_norm, found), arch):
                 yield f"{name} {n}x{rows}", launch.kernel, launch.args, launch.options
     yield from _skinny(arch)
+    yield from _of_training(arch)
     yield from _scaled(arch)
     for n, k, rank, rows in ((1, 4096, 16, (4096,)), (64, 14336, 32, (4096, 1024, 1024)), (512, 577, 192, (576, 100))):
         for launch in made(partial(lower_adapters, _adapters(n, k, rank, rows)), arch):

@@ -225,6 +225,29 @@ def adapted(n: int, which: str = "qkv", kind: str = "q8_0", k: int = K, rank: in
     return Graph(*(made(name, m) for name, m in zip(which, (70, 16, 33, 7))))
 
 
+def trained(which: str = "qkv", n: int = 260, k: int = K, rank: int = 16, kind: str = "q8_0") -> Graph:
+    """Products of many tokens with adapters that are trained, whose scaled sums others read too: of q, k and v, of more
+    than one step takes, or of one."""
+    source, found = leaf("x", k, n), list[Tensor]()
+    for name, m in list(zip("qkvo", (70, 16, 33, 7)))[: len(which)]:
+        low = ops.scale(ops.mul_mat(leaf(f"{name}.a", k, rank), source), 2.5)
+        out = ops.add(product(name, source, kind, m), ops.mul_mat(leaf(f"{name}.b", rank, m), low))
+        found += [out, ops.sqr(low)]
+    return Graph(*found)
+
+
+def gradient_of_one(rows: tuple[int, ...], n: int = 260, k: int = K, rank: int = 16, kind: str = "q8_0") -> Graph:
+    """The sum of the gradients of an x that so many products of weights and of adapters read."""
+    total: Tensor | None = None
+    for i, m in enumerate(rows):
+        of_weight = ops.out_prod(leaf(f"w{i}", k, m, kind=kind), ops.transpose(leaf(f"d{i}", m, n)))
+        of_adapter = ops.out_prod(leaf(f"a{i}", k, rank), ops.transpose(leaf(f"v{i}", rank, n)))
+        total = of_weight if total is None else ops.add(total, of_weight)
+        total = ops.add(total, of_adapter)
+    assert total is not None
+    return Graph(total)
+
+
 def attention() -> Graph:
     q, k, v = leaf("q", 32, 3, 4), leaf("k", 32, 20, 2, kind="f16"), leaf("v", 32, 20, 2, kind="f16")
     mask = leaf("mask", 20, 3, kind="f16")

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from graphrt.tools.bench.torch_lora import PlainLlama
 
 #: Of the model whose gradients are held against the reference's: layers, and tokens of its text.
-LAYERS, TOKENS = 2, 128
+LAYERS, TOKENS = 2, 320
 #: The same of a file that is too large for the reference to read many.
 FEW_TOKENS = 16
 

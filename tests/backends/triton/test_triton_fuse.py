@@ -33,6 +33,7 @@ from support.fused_graphs import (
     check,
     gate_up,
     gate_up_down,
+    gradient_of_one,
     gradients_sum,
     kernels,
     launched,
@@ -46,9 +47,13 @@ from support.fused_graphs import (
     shared_bias,
     shared_norm,
     sum_then_norm,
+    trained,
     two_shared_norms,
     x,
 )
+
+#: Adapters' products whose factors are rounded to f16 once, each to 2**-11 at most: 2 * 2**-24 / 3 in all.
+ROUNDED = 1e-7
 
 FORMS: dict[str, tuple[Callable[[], Graph], str, float]] = {
     "gate and up": (lambda: gate_up("q8_0", "swiglu", 3), "gate_up_glu", SAME),
@@ -138,6 +143,22 @@ FORMS: dict[str, tuple[Callable[[], Graph], str, float]] = {
         )
         for which, n, k, rank, each in (
             ("q", 1, 64, 16, True), ("qkv", 3, 96, 48, True), ("qkvo", 17, 64, 64, True), ("gate", 2, 544, 32, False),
+        )
+    },
+    **{
+        f"trained {which}, {kind}, {k}, rank {rank}": (
+            partial(trained, which, k=k, rank=rank, kind=kind), "trained_products", ROUNDED,
+        )
+        for which, kind, k, rank in (
+            ("q", "q8_0", 64, 16), ("qk", "q4_K", 256, 32), ("qkv", "q4_0", 576, 16), ("qkvo", "q8_0", 64, 64),
+        )
+    },
+    **{
+        f"gradient of an x of {len(rows)} products, {kind}, {k}, rank {rank}": (
+            partial(gradient_of_one, rows, k=k, rank=rank, kind=kind), "gradient_of_x", ROUNDED,
+        )
+        for rows, kind, k, rank in (
+            ((70,), "q8_0", 64, 16), ((33, 300), "q4_K", 256, 32), ((70, 16, 33), "q4_0", 96, 16),
         )
     },
 }  # fmt: skip

@@ -12,7 +12,7 @@ from graphrt.backends.triton.kernels.products.activations import in_order, order
 
 
 @triton.jit
-def _scaling(most):
+def scaling(most):
     """(2^-e, 2^e) for a row whose largest value has the size `most`, f32."""
     exponent = (most.to(tl.int32, bitcast=True) >> 23) - 127
     shift = tl.where(exponent >= 15, exponent - 14, tl.where(exponent < -6, tl.maximum(exponent, -126), 0))
@@ -21,15 +21,15 @@ def _scaling(most):
 
 
 @triton.jit
-def _larger(size, most):
+def larger(size, most):
     """Of each pair. NaN never is; with an infinity nothing else counts."""
     return tl.where(size > most, size, most)
 
 
 @triton.jit
 def scaling_of(x):
-    """_scaling() of a row."""
-    return _scaling(tl.max(_larger(tl.abs(x), tl.zeros_like(x)), 0))
+    """scaling() of a row."""
+    return scaling(tl.max(larger(tl.abs(x), tl.zeros_like(x)), 0))
 
 
 @accesses(reads="p_x", writes="p_out p_factors", helper=True)
@@ -64,8 +64,8 @@ def round_rows(
         for start in range(0, k, BLOCK):
             i = start + i_block
             size = tl.abs(tl.load(p_x + i.to(tl.int64) * stride_0, mask=i < k, other=0.0))
-            most = _larger(size, most)
-        scale, factor = _scaling(tl.max(most, 0))
+            most = larger(size, most)
+        scale, factor = scaling(tl.max(most, 0))
         for start in range(0, k, BLOCK):
             i = start + i_block
             element = ordered_element(i) if ORDERED else i
