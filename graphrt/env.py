@@ -29,6 +29,10 @@ FUSE = Variable(
     "GRAPHRT_FUSE", "--fuse", "NAMES",
     "fusions of the GPU backend: 0 for none, or names with commas for these only (backends/triton/fuse.py)", "all",
 )  # fmt: skip
+KEEP_WEIGHTS = Variable(
+    "GRAPHRT_KEEP_WEIGHTS", "--keep-weights", "SIZE",
+    "weights that a step of training may keep in f16 on the GPU, such as 16G, 0 for none", "half of its free memory",
+)  # fmt: skip
 KERNEL_CACHE = Variable(
     "GRAPHRT_KERNEL_CACHE", "--kernel-cache", "FOLDER", "folder of compiled CPU kernels, 0 for none",
     "kernels in the folder above",
@@ -41,7 +45,7 @@ def cache_folder(name: str) -> str | None:
     return None if folder is None else os.path.join(folder, name)
 
 
-VARIABLES = (CACHE, FUSE, KERNEL_CACHE)
+VARIABLES = (CACHE, FUSE, KEEP_WEIGHTS, KERNEL_CACHE)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

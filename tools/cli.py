@@ -62,6 +62,7 @@ CLOSED_PIPE = 141
 #: Options of the Python API that errors name, and their flags.
 FLAGS = {
     "GRAPHRT_FUSE": "--fuse",
+    "GRAPHRT_KEEP_WEIGHTS": "--keep-weights",
     "n_ctx": "-c",
     "n_batch": "-b",
     "n_pages": "--pages",

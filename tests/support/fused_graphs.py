@@ -225,7 +225,7 @@ def adapted(n: int, which: str = "qkv", kind: str = "q8_0", k: int = K, rank: in
     return Graph(*(made(name, m) for name, m in zip(which, (70, 16, 33, 7))))
 
 
-def trained(which: str = "qkv", n: int = 260, k: int = K, rank: int = 16, kind: str = "q8_0") -> Graph:
+def trained(which: str = "qkv", n: int = 70, k: int = K, rank: int = 16, kind: str = "q8_0") -> Graph:
     """Products of many tokens with adapters that are trained, whose scaled sums others read too: of q, k and v, of more
     than one step takes, or of one."""
     source, found = leaf("x", k, n), list[Tensor]()
@@ -236,7 +236,7 @@ def trained(which: str = "qkv", n: int = 260, k: int = K, rank: int = 16, kind: 
     return Graph(*found)
 
 
-def gradient_of_one(rows: tuple[int, ...], n: int = 260, k: int = K, rank: int = 16, kind: str = "q8_0") -> Graph:
+def gradient_of_one(rows: tuple[int, ...], n: int = 70, k: int = K, rank: int = 16, kind: str = "q8_0") -> Graph:
     """The sum of the gradients of an x that so many products of weights and of adapters read."""
     total: Tensor | None = None
     for i, m in enumerate(rows):

@@ -23,7 +23,7 @@ def test_a_row_of_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert row["loss"] == sorted(row["loss"], reverse=True)
     assert row["memory"]["trained"] > 0 and "peer" not in row
     assert row["memory"]["arenas"] < row["memory"]["without_reuse"]
-    assert report["checked"]["what"] == "all gradients of a step of 320 tokens" and report["error_nmse"] < 1e-4
+    assert report["checked"]["what"] == "all gradients of a step of 256 tokens" and report["error_nmse"] < 1e-4
 
 
 def test_wrong_gradients_are_not_timed(

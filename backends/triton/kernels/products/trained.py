@@ -20,6 +20,7 @@ from graphrt.backends.triton.kernels.products import gemm_large
 from graphrt.backends.triton.kernels.products.adapters import n_parts
 from graphrt.backends.triton.kernels.products.fusions import MAX_ADAPTED
 from graphrt.backends.triton.kernels.products.half import Sums, finish_steps, memory_of
+from graphrt.backends.triton.kernels.products.kept import LINE, Once, kept, kept_before
 from graphrt.backends.triton.kernels.products.trained_fusions import (
     GradientOfOne,
     TrainedOfOne,
@@ -39,8 +40,6 @@ from graphrt.fusion import Fusion
 
 #: Tokens of a program, and elements that it multiplies at a time.
 _TOKENS, _DEPTH = 64, 64
-#: Rows of f16 begin where lines of memory do: so many elements apart, or multiples.
-_LINE = 64
 #: Groups of a program that dequantizes, its warps, and rows and elements of adapters that one copies.
 _GROUPS, _WARPS, _ROWS, _BLOCK = 256, 4, 64, 4096
 
@@ -53,7 +52,7 @@ def _of_rows(size: int) -> tuple[int, int]:
 
 def _half(name: str, rows: int, size: int, ctx: Context) -> torch.Tensor:
     """f16 [rows, size], rows a whole number of lines apart, the same memory for all such products of a split."""
-    pitch = -(-size // _LINE) * _LINE
+    pitch = -(-size // LINE) * LINE
     memory = ctx.shared_scratch(name, 2 * rows * pitch)[: 2 * rows * pitch].view(torch.float16)
     return memory.view(rows, pitch)[:, :size]
 
@@ -68,9 +67,16 @@ def lower_trained(found: TrainedOfOne, ctx: Context) -> list[Step]:
     (k, n), rank, count = x.ne[:2], parts[0].down.ne[0], len(parts)
     values, factors = _half("activations and ranks", n, k + count * rank, ctx), _factors(n, ctx)
     steps = _rounded(found, values, factors, ctx)
+    stack = kept([part.y["weights"] for part in parts], count * rank, ctx)
     for place, part in enumerate(parts):
         packed, made = ctx.packed(part.y["weights"])
         b, out = ctx.view(part.up["weights"]).torch()[0, 0], ctx.view(part.out).torch()[0, 0]
+        if stack is not None:
+            w = stack.memory[stack.starts[place] : stack.starts[place + 1], : k + count * rank]
+            columns = _with_columns(packed, b, w, place, count)
+            steps += [Once(columns), _only_columns(columns), gemm_large.multiply_step(values, w, out)]
+            steps += finish_steps(Sums(out[None], factors), out)
+            continue
         steps += made
         for first, end in gemm_large.slices(packed.rows, k + count * rank):
             w = _half("weights in f16", end - first, k + count * rank, ctx)
@@ -122,39 +128,58 @@ def _with_columns(packed: Packed, b: torch.Tensor, w: torch.Tensor, place: int, 
     return Launch(dequantize_with_columns, grid, args, {"num_warps": _WARPS})
 
 
+def _only_columns(launch: Launch) -> Launch:
+    """The part of _with_columns() that a run must do anew."""
+    tiles = launch.args["n_tiles"]
+    return Launch(launch.kernel, (launch.grid[0] - tiles,), launch.args | {"n_tiles": 0}, launch.options)
+
+
 def lower_gradient(found: GradientOfOne, ctx: Context) -> list[Step]:
     """The sum of the gradients of one x."""
     k, n = found.out.ne[:2]
-    sizes = [t["a"].ne[1] for t in found.packed]
-    rank, total = found.plain[0]["a"].ne[1], sum(sizes)
-    rows = total + len(found.plain) * rank
-    values, factors = _half("activations and ranks", n, rows, ctx), _factors(n, ctx)
-    steps = [_side_by_side(found, values, factors, ctx)]
-    w, start = gemm_large.scratch(rows, k, ctx), 0
+    rank, more = found.plain[0]["a"].ne[1], len(found.plain) * found.plain[0]["a"].ne[1]
+    stack = kept_before([t["a"] for t in found.packed], more, ctx)
+    if stack is not None:  # gradients side by side in the order in which the weights lie
+        by_weight = {t["a"]: t for t in found.packed}
+        found = found._replace(packed=tuple(by_weight[w] for w in stack.weights))
+    total = sum(t["a"].ne[1] for t in found.packed)
+    values, factors = _half("activations and ranks", n, total + more, ctx), _factors(n, ctx)
+    steps: list[Step] = [_side_by_side(found, values, factors, ctx)]
+    w = gemm_large.scratch(total + more, k, ctx) if stack is None else stack.memory[:, :k]
+    start = 0
     for i, node in enumerate(found.packed):
         packed, made = ctx.packed(node["a"])
-        # the first one's launch copies the first adapter's rows, and so on; the last one's those that are left
+        own = w[start : start + packed.rows]
+        # the first one's launch copies the first adapter's rows too, and so on; the last one's those that are left
         last = i == len(found.packed) - 1
-        mine = range(i, len(found.plain) if last else min(i + 1, len(found.plain)))
-        own = [(ctx.view(found.plain[j]["a"]).data, w[total + j * rank : total + (j + 1) * rank]) for j in mine]
-        steps += [*made, _with_rows(packed, w[start : start + sizes[i]], *(own[0] if own else (None, None)))]
-        steps += [_with_rows(packed, w[start : start + sizes[i]], a, rows_of_a, only=True) for a, rows_of_a in own[1:]]
-        start += sizes[i]
+        for j in range(i, max(i + 1, len(found.plain)) if last else i + 1):
+            a, at = (found.plain[j]["a"], total + j * rank) if j < len(found.plain) else (None, 0)
+            launch = _with_rows(packed, own, None if a is None else ctx.view(a).data, w[at : at + rank])
+            if stack is None and j == i:
+                steps += [*made, launch]
+            elif a is not None:
+                steps.append(_only_rows(launch))
+        start += packed.rows
     out = ctx.view(found.out).torch()[0, 0]
     return [*steps, gemm_large.multiply_step(values, w.t(), out), *finish_steps(Sums(out[None], factors), out)]
 
 
-def _with_rows(
-    packed: Packed, w: torch.Tensor, a: torch.Tensor | None, rows: torch.Tensor | None, only: bool = False
-) -> Launch:
-    """packed to w, and a, f32, to rows in f16; only: the latter alone."""
+def _with_rows(packed: Packed, w: torch.Tensor, a: torch.Tensor | None, rows: torch.Tensor) -> Launch:
+    """packed to w, and a, f32, if there is one, to rows in f16."""
     groups, more = packed.rows * packed.k // GROUP, 0 if a is None else a.numel()
-    tiles = 0 if only else triton.cdiv(groups, _GROUPS)
+    tiles = triton.cdiv(groups, _GROUPS)
     args = plane_args(packed) | {
-        "p_a": w if a is None else a, "p_out": w, "p_rows": w if rows is None else rows, "n_groups": groups,
-        "n_tiles": tiles, "n_more": more, "GROUPS": _GROUPS, "BLOCK": _BLOCK,
+        "p_a": w if a is None else a, "p_out": memory_of(w), "p_rows": memory_of(rows), "n_groups": groups,
+        "n_tiles": tiles, "n_more": more, "k": packed.k, "pitch": rows.stride(0), "GROUPS": _GROUPS, "BLOCK": _BLOCK,
     }  # fmt: skip
     return Launch(dequantize_with_rows, (tiles + triton.cdiv(more, _BLOCK),), args, {"num_warps": _WARPS})
+
+
+def _only_rows(launch: Launch) -> Launch:
+    """The part of _with_rows() that copies an adapter."""
+    tiles = launch.args["n_tiles"]
+    args = launch.args | {"n_tiles": 0, "p_out": launch.args["p_rows"]}
+    return Launch(launch.kernel, (launch.grid[0] - tiles,), args, launch.options)
 
 
 def _side_by_side(found: GradientOfOne, values: torch.Tensor, factors: torch.Tensor, ctx: Context) -> Launch:

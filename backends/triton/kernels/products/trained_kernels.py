@@ -179,10 +179,11 @@ def dequantize_with_columns(
 @accesses(reads="packed p_a", writes="p_out p_rows")
 @triton.jit
 def dequantize_with_rows(
-    packed, p_a, p_out, p_rows, n_groups, n_tiles, n_more,
+    packed, p_a, p_out, p_rows, n_groups, n_tiles, n_more, k, pitch,
     KIND: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """out: a packed matrix, f16 [rows, k] without gaps; rows: n_more elements of a, f32, in f16.
+    """out: a packed matrix, f16 [rows, k] without gaps; rows: n_more elements of a, f32 [.., k], in f16, rows `pitch`
+    apart.
 
     Programs below n_tiles: GROUPS groups of the matrix, of all rows as one; the others: BLOCK elements of a."""
     i = tl.program_id(0)
@@ -196,4 +197,5 @@ def dequantize_with_rows(
         tl.store(p_group + 16, high.to(tl.float16), mask=live)
     else:
         e = (i - n_tiles) * BLOCK + tl.arange(0, BLOCK)
-        tl.store(p_rows + e, tl.load(p_a + e, mask=e < n_more, other=0.0).to(tl.float16), mask=e < n_more)
+        at = e // k * pitch + e % k
+        tl.store(p_rows + at, tl.load(p_a + e, mask=e < n_more, other=0.0).to(tl.float16), mask=e < n_more)
