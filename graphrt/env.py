@@ -31,7 +31,7 @@ FUSE = Variable(
 )  # fmt: skip
 KEEP_WEIGHTS = Variable(
     "GRAPHRT_KEEP_WEIGHTS", "--keep-weights", "SIZE",
-    "weights that a step of training may keep in f16 on the GPU, such as 16G, 0 for none", "half of its free memory",
+    "weights that a step of training may keep in f16 on the GPU, such as 16G, 0 for none", "0",
 )  # fmt: skip
 KERNEL_CACHE = Variable(
     "GRAPHRT_KERNEL_CACHE", "--kernel-cache", "FOLDER", "folder of compiled CPU kernels, 0 for none",

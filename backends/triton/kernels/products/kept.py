@@ -1,4 +1,4 @@
-"""Weights in f16 that are kept from run to run, where memory allows: a step of training multiplies with each of them
+"""Weights in f16 that are kept from run to run, where memory is given for it: a step of training multiplies with each of them
 twice, and all in all dequantizes 8B in 5 ms each time (H200).
 
 The weights of products of one x lie below each other, adapters' b as columns behind them and adapters' a as rows below,
@@ -79,20 +79,16 @@ def kept_before(weights: Sequence[Tensor], n_more: int, ctx: Context) -> Stack |
 def _left(ctx: Context) -> int:
     """Bytes that may still be kept."""
     if "left for f16" not in ctx.shared:
-        ctx.shared["left for f16"] = _limit(ctx)
+        ctx.shared["left for f16"] = _limit()
     return int(ctx.shared["left for f16"])
 
 
-def _limit(ctx: Context) -> int:
-    """What GRAPHRT_KEEP_WEIGHTS says, else half of what is free when a graph is prepared."""
+def _limit() -> int:
+    """What GRAPHRT_KEEP_WEIGHTS says, else 0: the last bits of gradients must not depend on what happens to be free."""
     text = KEEP_WEIGHTS.get()
-    if text is not None:
-        found = re.fullmatch(r"(\d{1,6}(?:\.\d{1,3})?)([KMGT]?)", text.strip().upper())
-        if found is None:
-            raise BackendError(
-                f"GRAPHRT_KEEP_WEIGHTS must be a number of bytes such as 16G, 0 for none, got {text[:40]!r}"
-            )
-        return int(float(found[1]) * _UNITS[found[2]])
-    if not ctx.target.device.startswith("cuda"):
+    if text is None:
         return 0
-    return int(torch.cuda.mem_get_info(ctx.target.device)[0]) // 2
+    found = re.fullmatch(r"(\d{1,6}(?:\.\d{1,3})?)([KMGT]?)", text.strip().upper())
+    if found is None:
+        raise BackendError(f"GRAPHRT_KEEP_WEIGHTS must be a number of bytes such as 16G, 0 for none, got {text[:40]!r}")
+    return int(float(found[1]) * _UNITS[found[2]])
