@@ -1,5 +1,5 @@
-"""Weights in f16 that are kept from run to run, where memory is given for it: a step of training multiplies with each of them
-twice, and all in all dequantizes 8B in 5 ms each time (H200).
+"""Weights in f16 that are kept from run to run, where memory is given for it: a step of training multiplies with each
+of them twice, and dequantizes an 8B in 5 ms each time (H200).
 
 The weights of products of one x lie below each other, adapters' b as columns behind them and adapters' a as rows below,
 so that the forward and the backward product read the same memory. Only constants are kept: no run changes them.
