@@ -38,8 +38,8 @@ class Row:
     seconds: of one op, None unless ok. flops: counted ones of one op; moved: bytes of one op. error: the largest
     relative error of the rows that were judged. first, goal: is the mark met, None where there is none to judge by.
     reused: seconds where all nodes share one cache, which the device's own cache may hold: llama.cpp's figures are so.
-    memory: bytes that the graph of all nodes plans for results, inputs left out. cost: of a form of flash decoding, what
-    it does and moves by ops/decode_costs.py, in words.
+    memory: bytes that the graph of all nodes plans for results, inputs left out. cost: of a form of flash decoding,
+    what it does and moves by ops/decode_costs.py, in words.
     """
 
     shape: Shape
