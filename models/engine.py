@@ -198,6 +198,11 @@ class AnyEngine(ABC, Generic[C, S]):
         self._busy = threading.Lock()
         self._alone = _Alone(self._busy)
 
+    @property
+    def n_prepared(self) -> int:
+        """Steps that were prepared so far."""
+        return self._prepared.n_made
+
     @abstractmethod
     def _most_at_once(self, n_batch: int) -> int:
         """Of one sequence's tokens."""
