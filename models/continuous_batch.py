@@ -362,11 +362,10 @@ class ContinuousBatch:
                 new = [read.of.token] if read.ids is None else read.ids.tolist()
                 text = [*self.engine.cache.pool.of(read.of.seq).ids, *new]
                 self.engine.tables.deter(read.of.seq, read.of.how, text)
-            if read.chooses and read.of.how.matcher is not None:
-                try:
-                    self.engine.tables.allow(read.of.seq, read.of.how)
-                except SessionError as error:
-                    self._fail(read.of, error)
+        asked = {read.of.seq: read.of for read in reads if read.chooses and read.of.how.matcher is not None}
+        if asked:
+            for seq, error in self.engine.tables.allow({seq: of.how for seq, of in asked.items()}).items():
+                self._fail(asked[seq], error)
         return [read for read in reads if self._going.get(read.of.seq) is read.of]
 
     def _fail(self, going: Going, error: SessionError) -> None:
