@@ -27,6 +27,10 @@ softcap and score function, and -inf hides. Its column c is of the sequence's ke
 mask_new of its new token c, the key at position L - n + c: a tree of drafted tokens has a square of its own size,
 however long what lies before it. Nothing is added to keys without a column. Elements of keys that there are not, and
 rows of queries that are nobody's, count for nothing and may hold NaN.
+
+Scales of k and v, which FLASH_ATTN_EXT takes, it has no sources left for (an op has 10): multiply q's heads by k_scale
+before, and the result's by v_scale after, which are the two launches that those are there too. Keys are in rows, not in
+panels, q and the result f32, and nothing is dropped out.
 """
 
 from __future__ import annotations

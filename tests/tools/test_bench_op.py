@@ -23,9 +23,9 @@ from graphrt.tools import cli
 from graphrt.tools.bench import torch_sdpa as peers
 from graphrt.tools.bench.op_check import check, expected_rows, sample
 from graphrt.tools.bench.op_inputs import Noise, build, n_nodes_for
-from graphrt.tools.bench.op_report import PeerTime, Row, judge_marks, mean_of_llama, measured
+from graphrt.tools.bench.op_report import PeerTime, Report, Row, judge_marks, mean_of_llama, measured
 from graphrt.tools.bench.op_shapes import SETS, SHAPES, Mark, Shape, shapes_of, tiny
-from graphrt.tools.bench.timing import CudaClock, HostClock, Times, runs_for
+from graphrt.tools.bench.timing import Ceilings, CudaClock, HostClock, Times, runs_for
 
 OP = "FLASH_ATTN_EXT"
 ALL = SHAPES[OP]
@@ -439,8 +439,6 @@ def test_ratios() -> None:
 
 
 def test_the_report_with_peers_and_marks() -> None:
-    from graphrt.tools.bench.op_report import Report
-    from graphrt.tools.bench.timing import Ceilings
 
     row = _row(100.0, llama=5.0, first=Mark(9.0, "TFLOP/s"), goal=Mark(1.0, "of cuDNN"))
     row.peers = {"cudnn": PeerTime(80e-6, "enable_gqa"), "flash": PeerTime(None, "it does not")}
@@ -587,3 +585,30 @@ def test_rows_as_comma_separated_values(bench: Bench) -> None:
     head, row = (line.split(",") for line in out.splitlines())
     assert code == 0 and head[:5] == ["shape", "status", "us", "tflop_per_s", "gb_per_s"] and row[1] == "ok"
     assert bench("--csv", op="FLASH_ATTN_BACK")[0] == 2
+
+
+def test_a_form_of_flash_decoding_says_its_costs() -> None:
+    """Those of `explain`, from the plan of what runs: a device that is not here has one too."""
+    pytest.importorskip("triton")
+    from support.attention_plans import Shape as Attention
+
+    from graphrt.backends.triton import TritonBackend, device
+    from graphrt.tools.explain.devices import DEVICES
+    from graphrt.tools.verbs.bench_op import _cost
+
+    form = "global-two"
+    backend = TritonBackend(
+        exact=False, target=device.Target.elsewhere(DEVICES["h200"].elsewhere), schedule=form
+    )  # fmt: skip
+    exe = graphrt.prepare(graphrt.Graph(Attention().node()), [backend])
+    row = _row(10.0, kind="decode", n_q=1, form=form)
+    row.cost = _cost(exe, form)
+    # 8 KV heads of 4096 keys of 128, f16, K read twice and V once, beside 4 rows each of q and the result in f32.
+    read = 8 * (3 * 2 * 128 * 4096 + 4 * 4 * 2 * 128)
+    assert f"{read / 2**20:.1f} MiB by memory" in row.cost, row.cost
+    assert _cost(exe, "") == "", "nothing was asked for"
+    machine = dict.fromkeys(("device", "driver", "torch", "triton", "graphrt"), "x")
+    best = Ceilings(3000.0, {"f16": 20.0})
+    report = Report(OP, "triton", machine, best, best, [row])
+    assert f"{row.shape.name}: 10.0 us; {row.cost}." in report.lines(False)
+    assert report.as_json()["results"][0]["cost"] == row.cost

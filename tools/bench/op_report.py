@@ -38,7 +38,8 @@ class Row:
     seconds: of one op, None unless ok. flops: counted ones of one op; moved: bytes of one op. error: the largest
     relative error of the rows that were judged. first, goal: is the mark met, None where there is none to judge by.
     reused: seconds where all nodes share one cache, which the device's own cache may hold: llama.cpp's figures are so.
-    memory: bytes that the graph of all nodes plans for results, inputs left out.
+    memory: bytes that the graph of all nodes plans for results, inputs left out. cost: of a form of flash decoding,
+    what it does and moves by ops/decode_costs.py, in words.
     """
 
     shape: Shape
@@ -56,6 +57,7 @@ class Row:
     first: bool | None = None
     goal: bool | None = None
     memory: int | None = None
+    cost: str = ""
 
     @property
     def tflop_per_s(self) -> float | None:
@@ -208,6 +210,7 @@ class Report:
                 lines.append("one cache: all nodes read the same K and V, as llama.cpp's do; x llama is of that time.")
             lines += [f"* of {r.shape.name} it is that of {r.shape.elsewhere}." for r in shown if r.shape.elsewhere]
         lines += _beside_standard(shown)
+        lines += [f"{r.shape.name}: {1e6 * (r.seconds or 0.0):.1f} us; {r.cost}." for r in shown if r.cost]
         mean = mean_of_llama(self.rows)
         if mean is not None:
             lines.append(f"Geometric mean of the ratios to llama.cpp: {mean[0]:.2f}, over {mean[1]} shapes.")
@@ -283,6 +286,7 @@ def _row_json(r: Row, best: Ceilings) -> dict[str, Any]:
         "tflop_per_s": r.tflop_per_s,
         "gb_per_s": r.gb_per_s,
         "memory": r.memory,
+        "cost": r.cost or None,
         "share_of_ceiling": r.share(best),
         "ceiling": "copy" if s.is_decode else "product",
         "relative_error": r.error,

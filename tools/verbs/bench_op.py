@@ -240,6 +240,7 @@ class _Bench:
         row = measured(shape, times, n_nodes, flops, moved, checked.error)
         held = sum(arena.buffer.nbytes for arena in exe.arenas.values())
         row.memory = max(0, held - sum(leaf.data_nbytes for leaf in exe.graph.inputs))
+        row.cost = _cost(exe, shape.form)
         if shape.is_decode and shape.llama is not None and shape.cache_bytes < 2 * self.cache_bytes:
             row.reused = self._reused(shape)
         for name, peer in peers.items():
@@ -293,6 +294,13 @@ class _Bench:
 
             gc.collect()
             torch.cuda.empty_cache()
+
+
+def _cost(exe: Any, form: str) -> str:
+    """What `explain` says that a form of flash decoding costs, "" where none was asked for."""
+    choices = (step.choice for split in exe.splits for step in split.run.steps if form and step.choice is not None)
+    said = (line for choice in choices for what, line in choice.facts() if what == "cost")
+    return next((line.removeprefix(f"{form}: ") for line in said if line.startswith(f"{form}: ")), "")
 
 
 def _one_line(error: Exception) -> str:

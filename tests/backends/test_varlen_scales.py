@@ -1,0 +1,76 @@
+"""Scales of an f8 cache in pages: multiplied into q and out of the result, as ops/flash_attn_varlen.py says, they are
+what FLASH_ATTN_EXT makes of the same cache in one piece."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import graphrt
+from graphrt import get_backend, ops
+from graphrt.backend import Backend
+from graphrt.graph import Graph
+from graphrt.tensor import new_input
+from graphrt.testing import nmse
+
+D, HEADS, KV, PAGE, KEYS, NEW = 64, 6, 2, 16, 45, 3
+
+
+def _cpu() -> Backend:
+    return get_backend("cpu", exact=True)
+
+
+def _triton() -> Backend:
+    pytest.importorskip("triton")
+    from graphrt.backends.triton import device
+
+    if device.unusable() is not None:
+        pytest.skip(f"the triton backend can't be used here: {device.unusable()}")
+    return get_backend("triton")
+
+
+@pytest.mark.parametrize("make", [_cpu, _triton])
+def test_scales_of_heads_over_pages(make: object) -> None:
+    assert callable(make)
+    backend, rng = make(), np.random.default_rng(3)
+    n_pages = -(-KEYS // PAGE)
+    table = rng.permutation(n_pages)
+    whole = {x: rng.integers(0, 0x60, (KV, n_pages * PAGE, D)).astype(np.uint8) for x in "kv"}
+    paged = {x: np.zeros((n_pages, KV, PAGE, D), np.uint8) for x in "kv"}
+    for x, codes in whole.items():
+        paged[x][table] = codes.reshape(KV, n_pages, PAGE, D).transpose(1, 0, 2, 3)
+    each = {"k": np.array([0.02, 0.3], np.float32), "v": np.array([5.0, 0.125], np.float32)}
+    leafs, values = {}, {}
+
+    def leaf(name: str, kind: str, array: np.ndarray) -> graphrt.Tensor:
+        leafs[name] = new_input(kind, *array.shape[::-1], name=name)
+        values[leafs[name]] = array
+        return leafs[name]
+
+    q = leaf("q", "f32", rng.normal(size=(HEADS, NEW, D)).astype(np.float32))
+    mask = leaf(
+        "mask", "f16", np.where(np.arange(KEYS) <= KEYS - NEW + np.arange(NEW)[:, None], 0, -np.inf).astype("f2")
+    )
+    k, v = (leaf(x, "f8_e4m3", whole[x]) for x in "kv")
+    k_scale, v_scale = (leaf(f"{x}_scale", "f32", each[x]) for x in "kv")
+    k, v = (ops.view(t, (D, KEYS, KV), t.nb[1:3]) for t in (k, v))
+    one = ops.flash_attn_ext(q, k, v, mask, 0.1, k_scale=k_scale, v_scale=v_scale, name="one")
+
+    by_head = {x: np.repeat(each[x], HEADS // KV) for x in "kv"}
+    scaled = ops.mul(q, leaf("before", "f32", by_head["k"].reshape(HEADS, 1, 1)))
+    pages = ops.flash_attn_varlen(
+        scaled, leaf("k pages", "f8_e4m3", paged["k"]), leaf("v pages", "f8_e4m3", paged["v"]),
+        leaf("q_starts", "i32", np.array([0, NEW], np.int32)), 0.1,
+        lengths=leaf("lengths", "i32", np.array([KEYS], np.int32)),
+        block_table=leaf("table", "i32", table.astype(np.int32).reshape(1, -1)),
+    )  # fmt: skip
+    apart = ops.mul(pages, leaf("after", "f32", by_head["v"].reshape(1, HEADS, 1)), name="apart")
+    exe = graphrt.prepare(Graph(one, apart), backend)
+    for tensor, array in values.items():
+        exe.write(tensor, array)
+    exe.run()
+    first, second = (np.asarray(exe.read(t)).reshape(NEW, HEADS, D) for t in (one, apart))
+    # By head, whose scales differ by 40: products of a GPU are rounded to f16, those of the CPU to f32.
+    limit = 2.0**-40 if backend.name == "cpu" else 2.0**-20
+    for h in range(HEADS):
+        assert nmse(second[:, h], first[:, h]) < limit, h
