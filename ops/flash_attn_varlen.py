@@ -29,8 +29,8 @@ however long what lies before it. Nothing is added to keys without a column. Ele
 rows of queries that are nobody's, count for nothing and may hold NaN.
 
 Scales of k and v, which FLASH_ATTN_EXT takes, it has no sources left for (an op has 10): multiply q's heads by k_scale
-before, and the result's by v_scale after, which are the two launches that those are there too. Keys are in rows, not in
-panels, q and the result f32, and nothing is dropped out.
+before, and the result's by v_scale after. Keys are in rows, not in panels, q and the result are f32, and there is no
+dropout.
 """
 
 from __future__ import annotations

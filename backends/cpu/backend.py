@@ -126,12 +126,15 @@ class CpuBackend(Backend):
         return why_unsupported(node)
 
     def rounds_activations(self, node: Tensor) -> str | None:
-        """16 bits keep more than f16 would: only 8 are declared."""
+        """16 bits keep more than f16 would: only 8 are declared, where a product's activations keep no more:
+        integers of AVX2 keep 16, of tiles (AMX) one bf16 is left."""
         if self._only_reference() or self.activation_bits != 8:
             return None
         find = {"MUL_MAT": matrix_weight, "MUL_MAT_ID": expert_weight}.get(node.op)
         weight = find(node) if find is not None else None
-        return "int8" if weight is not None and fast.form_of(weight.dtype.name, 8).parts == 1 else None
+        if weight is None:
+            return None
+        return "int8" if fast.amx_tiles() is not None or fast.form_of(weight.dtype.name, 8).parts == 1 else None
 
     @property
     def logits_nmse(self) -> float:  # type: ignore[override]

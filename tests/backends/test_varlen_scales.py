@@ -3,6 +3,8 @@ what FLASH_ATTN_EXT makes of the same cache in one piece."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 
@@ -30,8 +32,7 @@ def _triton() -> Backend:
 
 
 @pytest.mark.parametrize("make", [_cpu, _triton])
-def test_scales_of_heads_over_pages(make: object) -> None:
-    assert callable(make)
+def test_scales_of_heads_over_pages(make: Callable[[], Backend]) -> None:
     backend, rng = make(), np.random.default_rng(3)
     n_pages = -(-KEYS // PAGE)
     table = rng.permutation(n_pages)

@@ -439,7 +439,6 @@ def test_ratios() -> None:
 
 
 def test_the_report_with_peers_and_marks() -> None:
-
     row = _row(100.0, llama=5.0, first=Mark(9.0, "TFLOP/s"), goal=Mark(1.0, "of cuDNN"))
     row.peers = {"cudnn": PeerTime(80e-6, "enable_gqa"), "flash": PeerTime(None, "it does not")}
     judge_marks([row])

@@ -272,7 +272,7 @@ def test_what_is_declared() -> None:
         node = ops.mul_mat(new_input(kind, 256, 4, name="w"), new_input("f32", 256, tokens, name="x"))
         return get_backend("cpu", exact=False, activation_bits=bits).rounds_activations(node)
 
-    eight = "int8" if fast.form_of("q4_K", 8).parts == 1 else None
+    eight = "int8" if fast.amx_tiles() is not None or fast.form_of("q4_K", 8).parts == 1 else None
     assert said(8) == said(8, "iq2_xs") == said(8, tokens=40) == eight
     assert said(16) is said(32) is said(8, "f16") is None
     assert get_backend("cpu", activation_bits=8).rounds_activations(ops.sqr(new_input("f32", 4, name="x"))) is None
