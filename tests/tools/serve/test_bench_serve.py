@@ -163,7 +163,7 @@ def test_a_server_of_ours(served: Served, tmp_path: Path) -> None:
         assert told["step_device_seconds"]["n"] == told["iteration_tokens_total"]["n"] <= 12
         assert told["step_wait_seconds"]["sum"] > 0 and 0 < told["step_host_seconds"]["n"] <= 12
         assert told["request_queue_time_seconds"]["n"] == told["request_prefill_time_seconds"]["n"] == 3
-        assert told["stream_write_seconds"]["n"] and told["step_delivery_seconds"]["n"] >= 3
+        assert told["step_delivery_seconds"]["n"] >= 3
     assert len(ET.parse(picture_file).findall(".//{*}circle")) == 18
     assert run_cli("bench", "serve", served.url, "--lengths", "5000:4", "--requests", "1").returncode == 1
 
