@@ -37,9 +37,8 @@ def read(text: str) -> dict[tuple[str, str], float]:
     return {(name, edge): float(value) for name, edge, value in _LINE.findall(text)}
 
 
-def figures(before: str, after: str) -> dict[str, Figure]:
-    """Those of TALLIES that have values between two looks at /metrics."""
-    old, new = read(before), read(after)
+def figures(old: Mapping[tuple[str, str], float], new: Mapping[tuple[str, str], float]) -> dict[str, Figure]:
+    """Those of TALLIES that have values between two looks at /metrics, as read() gives them."""
     found = dict[str, Figure]()
     for name in TALLIES:
         cuts = {edge: n - old.get((key, edge), 0.0) for (key, edge), n in new.items() if key == f"{name}_bucket"}
@@ -62,16 +61,13 @@ def _cut(cuts: Mapping[str, float], share: float, *, whole: bool) -> float:
     return low
 
 
-def n_prepared(before: str, after: str) -> int:
-    """Sizes of steps that a load was the first to need."""
-    key = PREPARED, ""
-    return int(read(after).get(key, 0) - read(before).get(key, 0))
-
-
 def as_json(before: str, after: str) -> dict[str, Any]:
-    """{} of a server that tells nothing."""
-    found = {name: figure._asdict() for name, figure in figures(before, after).items()}
-    return found | {"steps_prepared": n_prepared(before, after)} if found else {}
+    """The figures between two texts of /metrics, and how many sizes of steps were new; {} of a server that tells
+    nothing."""
+    old, new = read(before), read(after)
+    found = {name: figure._asdict() for name, figure in figures(old, new).items()}
+    n_prepared = int(new.get((PREPARED, ""), 0) - old.get((PREPARED, ""), 0))
+    return found | {"steps_prepared": n_prepared} if found else {}
 
 
 def rows(told: Mapping[str, Any]) -> list[list[str]]:
