@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -165,6 +166,17 @@ class Backend(ABC):
     def synchronize(self) -> None:
         """(optional) Waits for queued work."""
         return None
+
+    def stopwatch(self) -> Callable[[], Callable[[], float]]:
+        """(optional) Begins to measure work that is queued from now on, and gives what ends that. What that gives tells
+        the seconds between, and waits until they are over."""
+        began = time.perf_counter()
+
+        def end() -> Callable[[], float]:
+            seconds = time.perf_counter() - began
+            return lambda: seconds
+
+        return end
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ next step, so that steps are queued ahead of the host, which learns their tokens
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,6 +22,10 @@ from graphrt.models.guesses import Guesser, Pace, guesses
 from graphrt.models.paged_steps import PagedSteps
 from graphrt.models.sampling_device import Drawn, candidates, place_of
 from graphrt.models.step_paged import Filling, PagedStep, StepSize
+from graphrt.models.step_times import StepTime
+
+#: Steps whose times are kept until somebody takes them.
+MOST_TIMES = 64
 
 
 @dataclass(eq=False)
@@ -64,12 +69,14 @@ class Read(NamedTuple):
 
 
 class Queued(NamedTuple):
-    """A step that was queued, and what waits for its tokens. rows: where those of each read begin on the board."""
+    """A step that was queued, and what waits for its tokens. rows: where those of each read begin on the board;
+    seconds: what tells how long the device took."""
 
     step: PagedStep
     reads: list[Read]
     rows: list[int]
     answer: Callable[[], npt.NDArray[np.uint8]]
+    seconds: Callable[[], float]
 
 
 class ContinuousBatch:
@@ -82,7 +89,8 @@ class ContinuousBatch:
     whose grammar let nothing through or took too much, which have ended, with the error. alone: steps tell nothing of
     other sequences: a piece of a prompt, cut where n_batch divides it, is a step by itself, and all steps of single
     tokens have one size. pace: whether guesses pay,
-    None where they are to be made in any case; n_guessed, n_right: tokens that were guessed, and those that were right.
+    None where they are to be made in any case; n_guessed, n_right: tokens that were guessed, and those that were right;
+    times: what the latest steps took.
 
         with ContinuousBatch(engine) as batch:
             batch.add(0, prompt, 64)
@@ -96,6 +104,7 @@ class ContinuousBatch:
         self._on_board = set[Going]()  # those whose next tokens the last step leaves
         self.n_guessed = self.n_right = 0
         self.failed: dict[int, SessionError] = {}
+        self.times = deque[StepTime](maxlen=MOST_TIMES)
         self._going: dict[int, Going] = {}
         self._queued: deque[Queued] = deque()
         engine.begin(self)
@@ -289,8 +298,10 @@ class ContinuousBatch:
         buffer, offset = step.exe.place(engine.board)
         if len(given):
             buffer.write(offset + 4 * engine.most_tokens, given.view(np.uint8))
+        stopped = engine.home.stopwatch()
         with threads.using(engine.n_threads_batch if n > len(reads) else 0):
             step.exe.run()
+        seconds = stopped()
         rows = (np.cumsum(counts) - counts).tolist() if every else list(range(len(reads)))
         for row, read in zip(rows, reads):
             if read.ids is not None:
@@ -299,7 +310,7 @@ class ContinuousBatch:
             read.of.unasked -= read.chooses
             read.of.row = row
         self._on_board = {read.of for read in reads if read.chooses}
-        return Queued(step, reads, rows, buffer.read_later(offset, 4 * len(wanted)))
+        return Queued(step, reads, rows, buffer.read_later(offset, 4 * len(wanted)), seconds)
 
     def _sources(self, reads: Sequence[Read], n: int) -> npt.NDArray[np.int32]:
         """The row of the board in which each token is found: the step before leaves its own in the first ones, those
@@ -351,11 +362,10 @@ class ContinuousBatch:
                 new = [read.of.token] if read.ids is None else read.ids.tolist()
                 text = [*self.engine.cache.pool.of(read.of.seq).ids, *new]
                 self.engine.tables.deter(read.of.seq, read.of.how, text)
-            if read.chooses and read.of.how.matcher is not None:
-                try:
-                    self.engine.tables.allow(read.of.seq, read.of.how)
-                except SessionError as error:
-                    self._fail(read.of, error)
+        asked = {read.of.seq: read.of for read in reads if read.chooses and read.of.how.matcher is not None}
+        if asked:
+            for seq, error in self.engine.tables.allow({seq: of.how for seq, of in asked.items()}).items():
+                self._fail(asked[seq], error)
         return [read for read in reads if self._going.get(read.of.seq) is read.of]
 
     def _fail(self, going: Going, error: SessionError) -> None:
@@ -367,7 +377,12 @@ class ContinuousBatch:
         """What a step has read counts as read from now on, but for sequences that have ended since, and guesses that
         were wrong. Its tokens."""
         engine, found = self.engine, dict[int, list[int]]()
+        asked = time.perf_counter()
         tokens = queued.answer().view(np.int32)
+        waited, device = time.perf_counter() - asked, queued.seconds()
+        if not engine.home.asynchronous:  # it was waited for when it was queued
+            waited += device
+        self.times.append(StepTime(sum(read.n for read in queued.reads), device, waited))
         queued.step.check_chosen(tokens)
         for read, row in zip(queued.reads, queued.rows):
             going, seq = read.of, read.of.seq

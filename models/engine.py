@@ -168,8 +168,9 @@ class AnyEngine(ABC, Generic[C, S]):
     sequence in a step; options: as they are kept, with the numbers that stand for defaults put in. Raises SessionError
     for options that can't be, and for n_seq."""
 
-    #: Prepared steps that are kept: the ones that were used last.
+    #: Prepared steps that are kept: the ones that were used last, and of these so many bytes of memory.
     most_prepared = MAX_PREPARED
+    most_prepared_bytes = 1 << 62
 
     def __init__(
         self,
@@ -193,9 +194,14 @@ class AnyEngine(ABC, Generic[C, S]):
         self.home = for_cache(self.backends, options.type_k)
         self.cache = self._new_cache()
         self.lengths = np.zeros(n_seq, np.int64)
-        self._prepared = Recent[Hashable, S](self.most_prepared)
+        self._prepared = Recent[Hashable, S](self.most_prepared, self.most_prepared_bytes, lambda step: step.nbytes)
         self._busy = threading.Lock()
         self._alone = _Alone(self._busy)
+
+    @property
+    def n_prepared(self) -> int:
+        """Steps that were prepared so far."""
+        return self._prepared.n_made
 
     @abstractmethod
     def _most_at_once(self, n_batch: int) -> int:

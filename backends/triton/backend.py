@@ -164,6 +164,24 @@ class TritonBackend(Backend):
         with ThreadPoolExecutor(threads) as pool, triton.AsyncCompileMode(pool, ignore_errors=True):
             yield
 
+    def stopwatch(self) -> Callable[[], Callable[[], float]]:
+        if not self.asynchronous or not self.target.is_here or interpreting():
+            return super().stopwatch()
+        with current(self.target.device):
+            began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            began.record()
+
+        def seconds() -> float:
+            ended.synchronize()
+            return float(began.elapsed_time(ended)) / 1e3
+
+        def end() -> Callable[[], float]:
+            with current(self.target.device):
+                ended.record()
+            return seconds
+
+        return end
+
     def synchronize(self) -> None:
         if self.target.is_here and not interpreting():
             torch.cuda.synchronize(self.target.device)

@@ -14,17 +14,20 @@ def rung(n: int, most: int = 0) -> int:
 
 
 def coarse_rung(n: int, most: int) -> int:
-    """The same of 1, 4, 16, 64, ...: for sizes that cost little beside another one."""
+    """The same of 1, 16, 256, ...: for sizes that cost little beside another one."""
     size = 1
     while size < n:
-        size *= 4
+        size *= 16
     return min(size, most)
 
 
-def block_rung(n: int, most: int) -> int:
-    """The same of 32, 64, 128, ...: entries of a table, of which those behind a sequence's end are written and not
-    read."""
-    return min(max(32, 1 << (n - 1).bit_length()), most)
+def block_rung(n: int, most: int, by: int = 2) -> int:
+    """The same of 32, 32 * by, 32 * by * by, ...: entries of a table, of which those behind a sequence's end are
+    written and not read."""
+    size = 32
+    while size < n:
+        size *= by
+    return min(size, most)
 
 
 def close_rung(n: int) -> int:

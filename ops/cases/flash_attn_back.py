@@ -100,6 +100,8 @@ def _long_points(base: Axes) -> Iterator[Axes]:
     base = replace(base, n_q=140, n_kv=208)
     yield replace(base, d=(128, 128), type="f16", mask="causal", heads=(4, 1), n_seq=2, d_lse=True)
     yield replace(base, d=(64, 64), type="bf16", softcap=2.0, sinks=True)
+    yield replace(base, d=(128, 128), type="f16", softcap=30.0, mask=None)
+    yield replace(base, d=(64, 64), type="bf16", softcap=8.0, mask="causal")
     yield replace(base, d=(64, 64), type="f16", n_kv=207, heads=(6, 2), max_bias=8.0, empty=2)
     yield replace(base, d=(128, 128), type="f16", heads=(2, 2), softcap=2.0, mask="per_head", n_seq=2)
     yield replace(base, d=(256, 256), type="f16", n_q=64, softcap=2.0, layout="cache")

@@ -3,6 +3,7 @@ what sequences share is told truly."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
@@ -14,7 +15,9 @@ from support.poisoned_engines import poisoned
 from support.tiny import write_model
 
 import graphrt
+import graphrt.models.warm_up as warm_up_module
 from graphrt.errors import CacheFullError, SessionError
+from graphrt.execute import Executable
 from graphrt.models import Model, load
 from graphrt.models.continuous_batch import ContinuousBatch
 from graphrt.models.engine import MAX_AHEAD, SessionOptions
@@ -23,11 +26,13 @@ from graphrt.models.paged_steps import MAX_STEPS
 from graphrt.models.paging.check import check
 from graphrt.models.paging.prefixes import Prefix, PrefixRule
 from graphrt.models.prompt_lookup import PromptLookup
-from graphrt.models.sampling import Sampler
+from graphrt.models.recent import Recent
+from graphrt.models.sampling import Sampler, Uniforms
 from graphrt.models.sampling_device import Drawn, drawn
 from graphrt.models.sampling_params import SamplerParams
-from graphrt.models.step_paged import PagedStep
-from graphrt.models.warm_up import warm_up
+from graphrt.models.step_paged import PagedStep, StepSize
+from graphrt.models.warm_up import sizes_of, warm_up
+from graphrt.ops import RowSettings, SampleParams
 from graphrt.program import Program
 
 OPTIONS = SessionOptions(n_ctx=96, n_batch=12, type_k="f32", type_v="f32", page=16)
@@ -145,7 +150,9 @@ def test_tables_are_as_wide_as_texts_need(llama: Model) -> None:
     engine.read({0: [1] * 20})
     engine.read({1: [2] * 900})
     widths = {size.n_blocks for size, _ in engine._prepared}
-    assert widths == {32, 64} and engine.largest_size(2, 2).n_blocks == 128
+    assert widths == {32, 128} and engine.largest_size(2, 2).n_blocks == 128, "few sizes of steps that read prompts"
+    engine.read({1: [3]})
+    assert {size.n_blocks for size, _ in engine._prepared if size.n_tokens == 1} == {64}
 
 
 DRAWN = SamplerParams(temp=1.5, top_k=40, top_p=0.9, min_p=0.0, seed=1)
@@ -270,6 +277,59 @@ def test_an_engine_is_warmed_up(llama: Model, monkeypatch: pytest.MonkeyPatch) -
             run(batch, found)
     assert len(engine._prepared) == before, "all sizes were there"
     assert found == {seq: alone(llama, text[:1], 6) for seq, text in enumerate(texts)}
+
+
+def test_prompts_meet_no_new_sizes(llama: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Texts that come at any time, however many are there, are read by steps that a warm-up has made: 18 texts, of 18
+    that may be there, whose tokens are drawn. Most of these steps have run twice by then."""
+    monkeypatch.setattr(graphrt.get_backend("cpu").__class__, "asynchronous", True)
+    engine, runs = paged(llama, 18, n_batch=6), Counter[int]()
+    plain = Executable.run
+    monkeypatch.setattr(Executable, "run", lambda exe: (runs.update([id(exe)]), plain(exe))[1])
+    warm_up(engine, seconds=1e9)
+    monkeypatch.setattr(Executable, "run", plain)
+    warm = {key: runs[id(step.exe)] for key, step in engine._prepared.items()}
+    assert not engine.lengths.any() and engine.batch is None
+    check(engine.cache.pool)
+    r, how = np.random.default_rng(1), RowSettings.of(SampleParams())
+    with ContinuousBatch(engine) as batch:
+        for i, text in enumerate(texts_of(30, 8, 30)):
+            if i >= 18:
+                while len(batch.going) == 18:
+                    batch.step()
+            seq = next(seq for seq in range(18) if seq not in batch.going)
+            engine.free(seq)
+            batch.add(seq, text, int(r.integers(1, 12)), Drawn(how, Uniforms(i)))
+            for _ in range(int(r.integers(0, 3))):
+                batch.step()
+        while batch.going:
+            batch.step()
+    asked = {key for key in engine._prepared if key not in warm}
+    assert {key[0].n_seq for key in asked} <= {16}, "a few texts' beside prompts but the largest, which are left"
+    used = {key for key in engine._prepared if key[1] and key[0].n_seq != 16}
+    assert all(warm[key] >= 2 for key in used), "captured by then"
+
+
+def test_a_warm_up_ends_in_time(llama: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What has no time left is compiled, and run by nobody; so are kernels for what texts share."""
+    for name in ("asynchronous", "reads_shared_once"):
+        monkeypatch.setattr(graphrt.get_backend("cpu").__class__, name, True)
+    ran = list[StepSize]()
+    monkeypatch.setattr(warm_up_module, "_run_size", lambda engine, size, settings: ran.append(size))
+    engine, seconds = paged(llama, 5), iter(range(100))
+    warm_up(engine, seconds=3.0, clock=lambda: float(next(seconds)))
+    beside = sizes_of(engine).beside
+    assert ran == beside[:2] and ran[0].n_tokens == 17, "the largest first"
+    shared = {key[0] for key in engine._prepared if key[0].n_groups}
+    assert {size[:2] for size in shared} == {(17, 5), (5, 5), (2, 2)}
+
+
+def test_steps_that_weigh_too_much_go() -> None:
+    recent = Recent[int, int](9, 10, lambda value: value)
+    for key, weight in enumerate((4, 4, 2, 3, 30)):
+        recent.made(key, lambda weight=weight: weight)
+        kept = [[0], [0, 1], [0, 1, 2], [1, 2, 3], [4]]
+        assert list(recent) == kept[key], "the oldest goes, and one that is too heavy by itself stays"
 
 
 def test_what_is_guessed() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import builtins
 import json
+import math
 import re
 import sys
 from typing import Any
@@ -17,9 +18,11 @@ from hypothesis import strategies as st
 from support.effort import instructions
 from support.tiny import bpe, spm
 
+import graphrt
 from graphrt.errors import GraphrtError, SessionError
 from graphrt.models.gbnf import MAX_CHARS, MAX_DEPTH, MAX_RULES, MAX_SYMBOLS, to_lark
-from graphrt.models.grammar import MAX_REFS, GrammarMatcher, GrammarVocab
+from graphrt.models.grammar import MAX_REFS, GrammarMatcher, GrammarVocab, find_all
+from graphrt.models.sampling_device import Drawn, SampleTables
 from graphrt.models.tokenizer import Tokenizer
 
 pytest.importorskip("llguidance")
@@ -231,6 +234,43 @@ def test_a_rule_that_says_nothing_lets_nothing_through(plain: GrammarVocab) -> N
     for _ in range(2):
         with pytest.raises(SessionError):
             matcher.mask()
+
+
+def test_masks_that_are_found_together_are_those_of_each(plain: GrammarVocab) -> None:
+    """At several places of several grammars, one of which has ended and one lets nothing through; and again a token
+    later."""
+    grammars = ['root ::= "ab" | "c"', 'root ::= [a-c]+ "." ', "root ::= root", 'root ::= "a"', 'root ::= "b" [0-9]']
+    matchers = [plain.matcher(grammar, None) for grammar in grammars]
+    alone = [plain.matcher(grammar, None) for grammar in grammars]
+    matchers[3].accept(plain.tokens.tokenize_str("a")[0])
+    alone[3].accept(plain.tokens.tokenize_str("a")[0])
+    for _ in range(2):
+        find_all([*matchers, object()])
+        for i, (one, other) in enumerate(zip(matchers, alone)):
+            if i == 2:
+                with pytest.raises(SessionError):
+                    one.bits()
+                continue
+            found = one.bits().copy()
+            assert found.any() and found.tolist() == other.bits().tolist() == one.bits().tolist()
+            if i != 3:
+                token = int(np.flatnonzero(one.mask())[0])
+                one.accept(token)
+                other.accept(token)
+
+
+def test_what_tables_let_through(plain: GrammarVocab) -> None:
+    """Of sequences side by side and apart; those of which nothing is left by a grammar or biases are named."""
+    tables = SampleTables(plain.n_vocab, 7, graphrt.get_backend("cpu"))
+    grammars = {5: 'root ::= "a"', 0: 'root ::= "b"', 1: 'root ::= "c"', 2: "root ::= root", 3: 'root ::= "ab" | "c"'}
+    hows = {seq: Drawn(matcher=plain.matcher(grammar, None)) for seq, grammar in grammars.items()}
+    hows[6] = Drawn(matcher=plain.matcher(grammars[0], None), biases=[(t, -math.inf) for t in range(plain.n_vocab)])
+    wanted = {seq: plain.matcher(grammars[seq], None).bits().tolist() for seq in (0, 1, 3, 5)}
+    failed = tables.allow(hows)
+    assert set(failed) == {2, 6} and "leave none" in str(failed[6])
+    assert tables.mask.buffer is not None
+    rows = tables.mask.buffer.read(0, tables.mask.nbytes).view(np.uint32).reshape(7, -1)
+    assert {seq: row.tolist() for seq, row in enumerate(rows) if row.any()} == wanted
 
 
 @pytest.mark.parametrize("name", ["deep", "repeated repetitions", "many rules", "many symbols"])

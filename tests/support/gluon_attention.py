@@ -25,18 +25,18 @@ def _capped_weights(p: Any, s: Value, m: Value, level: Any) -> tuple[Value, Valu
     return even, odd, even + odd
 
 
-def _capped_with_slope(p: Any, s: Value, shift: Any, pack: int) -> tuple[Value, Value]:
-    """The form of the 16 rows of a warp is that of the largest score among them, NaN left out (softcap.cap_level)."""
+def _capped_with_slope(p: Any, s: Value, shift: Any) -> tuple[Value, Value]:
+    """The 16 rows of a warp take the exact form if one of their scores is out of the short one's range, or NaN."""
     with np.errstate(all="ignore"):
         x = s.data * np.float32(p.scale / p.softcap)
-        largest = np.nan_to_num(np.fmax.reduce(np.abs(x).reshape(len(x) // 16, -1), axis=1)).repeat(16)[:, None]
-        tanh, square = np.tanh(x), x * x
-        for terms in (softcap.LONG_TANH, softcap.SHORT_TANH):
-            form = x * np.polynomial.polynomial.polyval(square, np.float32(terms.value), tensor=False)
-            reach = softcap.LONG_RANGE if terms is softcap.LONG_TANH else softcap.SHORT_RANGE
-            tanh = np.where(largest <= reach.value, form.astype(np.float32), tanh)
-        short = np.polynomial.polynomial.polyval(square, np.float32(softcap.SHORT_SLOPE.value), tensor=False)
-        slope = np.where(largest <= softcap.SHORT_RANGE.value, short.astype(np.float32), 1 - tanh * tanh)
+        near = np.abs(x).reshape(len(x) // 16, -1) <= softcap.SHORT_RANGE.value
+        near = near.all(axis=1).repeat(16)[:, None]
+        form, slope = (
+            np.polynomial.polynomial.polyval(x * x, np.float32(terms.value), tensor=False).astype(np.float32)
+            for terms in (softcap.SHORT_TANH, softcap.SHORT_SLOPE)
+        )
+        tanh = np.where(near, x * form, np.tanh(x))
+        slope = np.where(near, slope, 1 - tanh * tanh)
     return Value(tanh * np.float32(p.softcap * LOG2E)) + shift, Value(slope)
 
 

@@ -8,7 +8,7 @@ import contextlib
 import json
 import ssl
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
@@ -71,12 +71,22 @@ class Server:
 
     async def get(self, path: str) -> Any:
         """What a path has, as JSON. Raises SessionError."""
+        return await self._got(path, json.loads)
+
+    async def text(self, path: str) -> str:
+        """What a path has, "" where the server has none."""
+        try:
+            return str(await self._got(path, bytes.decode))
+        except SessionError:
+            return ""
+
+    async def _got(self, path: str, read: Callable[[bytes], Any]) -> Any:
         try:
             async with self._asked("GET", path, None) as (status, pieces):
                 data = b"".join([piece async for piece in pieces])
             if status != 200:
                 raise SessionError(f"a server must have {path}, it answers {status}: {data[:200].decode('latin-1')}")
-            return json.loads(data)
+            return read(data)
         except (OSError, ValueError, EOFError, IndexError) as error:
             raise SessionError(f"a server must answer at {self.host}:{self.port}: {error or type(error)}") from error
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
@@ -103,23 +104,30 @@ def watched(receive: Receive, leave: Callable[[], None]) -> Iterator[None]:
 
 class EventStream(Response):
     """Server-sent events: "data:" and JSON texts. leave: called when the client goes, and in any case at the end. last:
-    data of the last event, "" for none. A client that reads slowly is waited for.
+    data of the last event, "" for none; told: gets the seconds of each write to the socket. A client that reads slowly
+    is waited for.
 
     Events that are there at once go out in one write: a loop that is late catches up, since a write to a socket costs
     it more than the making of an event."""
 
     media_type = "text/event-stream"
 
-    def __init__(self, values: AsyncIterator[str], leave: Callable[[], None], last: str = "[DONE]") -> None:
+    def __init__(
+        self,
+        values: AsyncIterator[str],
+        leave: Callable[[], None],
+        last: str = "[DONE]",
+        told: Callable[[float], None] = lambda seconds: None,
+    ) -> None:
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
-        self._values, self._leave, self._last = values, leave, last
+        self._values, self._leave, self._last, self._told = values, leave, last, told
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             with watched(receive, self._leave):
                 await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-                out = _Held(scope.get(WRITE))
+                out = _Held(scope.get(WRITE), self._told)
                 async for value in self._values:
                     if not out.add(f"data: {value}\n\n".encode("utf-8", "replace")):
                         await _send(send, out.taken())
@@ -132,10 +140,11 @@ class EventStream(Response):
 
 
 class _Held:
-    """Bytes that go out when the loop has come round: until then others are added. write: scope[WRITE], or None."""
+    """Bytes that go out when the loop has come round: until then others are added. write: scope[WRITE], or None; told:
+    gets the seconds of each write."""
 
-    def __init__(self, write: Callable[[bytes], bool] | None) -> None:
-        self._write, self._held = write, bytearray()
+    def __init__(self, write: Callable[[bytes], bool] | None, told: Callable[[float], None]) -> None:
+        self._write, self._held, self._told = write, bytearray(), told
         self._refused = write is None
 
     def add(self, body: bytes) -> bool:
@@ -155,7 +164,9 @@ class _Held:
     def _flush(self) -> None:
         """A slow client's bytes are kept until the next are added, or the end."""
         if self._held and self._write is not None:
+            began = time.perf_counter()
             self._refused = not self._write(bytes(self._held))
+            self._told(time.perf_counter() - began)
             if not self._refused:
                 self._held.clear()
 

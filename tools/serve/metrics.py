@@ -6,16 +6,19 @@ import threading
 import time
 from collections.abc import Sequence
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, disable_created_metrics, generate_latest
 
+from graphrt.models.step_times import StepTime
 from graphrt.tools.serve.scheduler import Event, Scheduler
+from graphrt.tools.serve.tally import ANSWERS, STEPS, TOKENS, WAITS, Tally
 
 disable_created_metrics()  # type: ignore[no-untyped-call]  # a line more for each figure, which says when this process began
-_SECONDS = (0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.2, 2.5, 5, 10, 20, 40, 80)
 
 
 class Metrics:
-    """Figures since the server's start. tell() is called by the worker's thread, text() by any."""
+    """Figures since the server's start. tell(), steps(), turn() are called by the worker's thread, text() by any.
+    writes, late: what it takes to hand a socket pieces, and until the event loop has a step's tokens; both are the
+    event loop's."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -26,8 +29,10 @@ class Metrics:
         def gauge(name: str, what: str) -> Gauge:
             return Gauge(f"graphrt:{name}", what, registry=self.registry)
 
-        def histogram(name: str, what: str) -> Histogram:
-            return Histogram(f"graphrt:{name}", what, registry=self.registry, buckets=_SECONDS)
+        def tally(name: str, what: str, edges: Sequence[float] = ANSWERS) -> Tally:
+            made = Tally(f"graphrt:{name}", what, edges)
+            self.registry.register(made)
+            return made
 
         self.http = counter("http_requests", "requests by path and status", ("path", "status"))
         self._prompt = counter("prompt_tokens", "tokens of prompts, those from the cache included")
@@ -40,9 +45,18 @@ class Metrics:
         self._running = gauge("num_requests_running", "texts that are read or generated")
         self._waiting = gauge("num_requests_waiting", "texts that wait for their turn")
         self._usage = gauge("kv_cache_usage_perc", "share of the cache's pages in use by texts; 1 is all")
-        self._first = histogram("time_to_first_token_seconds", "from a text's arrival to its first token")
-        self._between = histogram("inter_token_latency_seconds", "between two tokens of a text")
-        self._whole = histogram("e2e_request_latency_seconds", "from a text's arrival to its end")
+        self._first = tally("time_to_first_token_seconds", "from a text's arrival to its first token")
+        self._between = tally("inter_token_latency_seconds", "between two tokens of a text")
+        self._whole = tally("e2e_request_latency_seconds", "from a text's arrival to its end")
+        self._queue = tally("request_queue_time_seconds", "from a text's arrival until its prompt is begun", WAITS)
+        self._prefill = tally("request_prefill_time_seconds", "from then to its first token", WAITS)
+        self._device = tally("step_device_seconds", "a step of the model on its device", STEPS)
+        self._host = tally("step_host_seconds", "a turn of the thread beside it, waiting left out", STEPS)
+        self._waited = tally("step_wait_seconds", "that thread's waiting for the device, in a turn", STEPS)
+        self._read = tally("iteration_tokens_total", "tokens that a step reads", TOKENS)
+        self.late = tally("step_delivery_seconds", "from a step's tokens to the event loop's having them", STEPS)
+        self.writes = tally("stream_write_seconds", "handing pieces of a streamed answer to a socket", STEPS)
+        self._prepared = counter("steps_prepared", "sizes of steps that were made ready, those at the start included")
         self._lock = threading.Lock()
         self._latest: dict[int, float] = {}
         self._told: dict[Counter, int] = {}
@@ -55,13 +69,30 @@ class Metrics:
                 ended = piece is None or bool(piece.finish)
                 if piece is not None:
                     before = self._latest.get(id(text))
-                    histogram = self._first if before is None else self._between
-                    histogram.observe(now - (text.came if before is None else before))
+                    if before is not None:
+                        self._between.add(now - before)
+                    else:
+                        self._first.add(now - text.came)
+                        self._queue.add(text.read - text.came)
+                        self._prefill.add(now - text.read)
                     self._latest[id(text)] = now
                 if ended:
                     self._latest.pop(id(text), None)
-                    self._whole.observe(now - text.came)
+                    self._whole.add(now - text.came)
                     self._ended.labels(type(error).__name__.lower() if error else piece.finish if piece else "").inc()
+
+    def steps(self, times: Sequence[StepTime]) -> None:
+        """The steps whose tokens a turn of the worker's thread has had."""
+        for each in times:
+            self._device.add(each.device)
+            self._read.add(each.n_tokens)
+        if times:
+            self._waited.add(sum(each.waited for each in times))
+
+    def turn(self, times: Sequence[StepTime], seconds: float) -> None:
+        """What such a turn took in all."""
+        if times:
+            self._host.add(max(0.0, seconds - sum(each.waited for each in times)))
 
     def text(self, scheduler: Scheduler | None) -> bytes:
         """In the text form of Prometheus."""
@@ -75,6 +106,7 @@ class Metrics:
                     (self._preempted, counts.preemptions),
                     (self._guessed, counts.guessed_tokens),
                     (self._right, counts.right_tokens),
+                    (self._prepared, scheduler.engine.n_prepared),
                 ):
                     counter.inc(value - self._told.get(counter, 0))
                     self._told[counter] = value

@@ -51,7 +51,7 @@ class ResponsesRoute:
 
         answer = Answer(self.state, body, text, marks)
         if body.stream:
-            return EventStream(answer.stream(inbox), leave, last="")
+            return EventStream(answer.stream(inbox), leave, last="", told=self.state.metrics.writes.add)
         try:
             with watched(request.receive, leave):
                 return json_response(await answer.whole(inbox))

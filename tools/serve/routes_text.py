@@ -55,7 +55,7 @@ class TextRoutes:
 
         if body.stream:
             wanted = body.stream_options is not None and bool(body.stream_options.include_usage)
-            return EventStream(answer.stream(inbox, usage=wanted), leave)
+            return EventStream(answer.stream(inbox, usage=wanted), leave, told=self.state.metrics.writes.add)
         try:
             with watched(request.receive, leave):
                 return json_response(await answer.whole(inbox))

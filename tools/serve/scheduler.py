@@ -33,6 +33,7 @@ from graphrt.models.sampling_device import Drawn, drawn
 from graphrt.models.sampling_logprobs import Logprobs, logprobs_of
 from graphrt.models.step import Logits
 from graphrt.models.step_paged import StepSize
+from graphrt.models.step_times import StepTime
 from graphrt.tools.serve.fair_queue import FairQueue
 
 log = logging.getLogger(__name__)
@@ -55,7 +56,8 @@ class Text:
     While it is made: tokens: prompt and made ones; n_cached: of the prompt, taken over from the cache, -1
     until it begins; seq: of the engine, -1 for none; how: how the device chooses its tokens, None where it can't;
     guesser: what guesses them; scores: of the prompt's tokens behind the first one, as far as they are known;
-    came, began, last: seconds by the clock, 0 while it has not happened."""
+    came, read, began, last: when it came, when reading it began, when its first and its
+    latest token were made, seconds by the clock, 0 while it has not happened."""
 
     prompt: Sequence[int]
     most: int
@@ -75,6 +77,7 @@ class Text:
     guesser: Guesser | None = None
     scores: list[Logprobs] = field(default_factory=list)
     came: float = 0.0
+    read: float = 0.0
     began: float = 0.0
     last: float = 0.0
 
@@ -140,6 +143,7 @@ class Scheduler:
         self.running: dict[int, Text] = {}  # by sequence, in the order in which they began
         self.counts = Counts()
         self._batch: ContinuousBatch | None = None
+        self.times: list[StepTime] = []
         self._blocked = False  # until a text ends
         self._events: list[Event] = []
         self._runs_ahead = engine.runs_ahead and (not deterministic or engine.home.asynchronous)
@@ -174,8 +178,9 @@ class Scheduler:
             self._fail(text, Cancelled("whoever asked for this text has left"))
 
     def step(self) -> list[Event]:
-        """Begins what can begin, reads on, and gives what has become of texts since the last call. Raises nothing:
-        where a step fails, so do the texts that it was for."""
+        """Begins what can begin, reads on, and gives what has become of texts since the last call; `times` has then
+        what the steps took. Raises nothing: where a step fails, so do the texts that it was for."""
+        self.times = []
         try:
             self._admit()
             if self.running:
@@ -236,6 +241,7 @@ class Scheduler:
             self.counts.prompt_tokens += len(text.tokens)
             self.counts.cached_tokens += text.n_cached
         text.seq, text.state = seq, READING
+        text.read = text.read or time.monotonic()
         self.running[seq] = text
         if self._batch is not None:
             self._join_batch(text)
@@ -262,7 +268,10 @@ class Scheduler:
             self._batch = ContinuousBatch(self.engine, self.pace, alone=self.deterministic)
             for text in self.running.values():
                 self._join_batch(text)
-        for seq, tokens in self._batch.step().items():
+        found = self._batch.step()
+        self.times += self._batch.times
+        self._batch.times.clear()
+        for seq, tokens in found.items():
             text = self.running[seq]
             for token in tokens:
                 if text.state != ENDED:
@@ -345,8 +354,11 @@ class Scheduler:
         every = any(self.running[seq].scored is not None for seq in part)
         if every and size is not None:
             size = size._replace(n_outputs=size.n_tokens)
+        began = time.perf_counter()
         with engine.alone():
             rows = engine.step(part, every=every, size=size)
+        took = time.perf_counter() - began
+        self.times.append(StepTime(sum(map(len, part.values())), took, took))
         if every:
             rows = self._score(part, rows)
         for seq, row in zip(list(part), rows):

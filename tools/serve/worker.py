@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -122,7 +123,8 @@ class Worker:
             self._commands += [(command, text) for text in texts]
             self._wake.notify()
 
-    def _deliver(self, events: Sequence[Event]) -> None:
+    def _deliver(self, events: Sequence[Event], sent: float) -> None:
+        self.metrics.late.add(time.perf_counter() - sent)
         for event in events:
             inbox = self._inboxes.get(event.text)
             if inbox is not None:
@@ -167,8 +169,11 @@ class Worker:
                 log.exception("a text could not be added or cancelled")
         gone = None
         if scheduler is not None:
+            began = time.perf_counter()
             events = scheduler.step()
+            self.metrics.steps(scheduler.times)
             self._send(events)
+            self.metrics.turn(scheduler.times, time.perf_counter() - began)
             gone = lost(events)
         if other is not None:
             gone = _do(*other) or gone
@@ -180,7 +185,7 @@ class Worker:
             self.metrics.tell(events)
             assert self._loop is not None
             try:
-                self._loop.call_soon_threadsafe(self._deliver, events)
+                self._loop.call_soon_threadsafe(self._deliver, events, time.perf_counter())
             except RuntimeError:  # the loop is closed: nobody waits
                 log.debug("%d events came after the end", len(events))
 

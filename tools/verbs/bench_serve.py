@@ -114,6 +114,7 @@ async def _measured(args: argparse.Namespace, url: str, steps: list[tuple[bool, 
     from graphrt.tools.bench.load import Ask, closed, opened, summary
     from graphrt.tools.bench.load_client import Server
     from graphrt.tools.bench.load_lengths import lengths_of
+    from graphrt.tools.bench.load_server import as_json
 
     server = Server(url, args.api_key)
     served = (await server.get("/v1/models"))["data"][0]
@@ -128,11 +129,13 @@ async def _measured(args: argparse.Namespace, url: str, steps: list[tuple[bool, 
         at += len(bodies)
         await closed(server, bodies[:warm], max(1, warm), lambda n=1: None)
         what = f"{n:g} users" if is_closed else f"{n:g} requests/s"
+        before = await server.text("/metrics")
         with task(what, count, "requests") as advance:
             rest = bodies[warm:]
             run = closed(server, rest, int(n), advance) if is_closed else opened(server, rest, n, args.seed, advance)
             answers = await run
-        found.append({"users" if is_closed else "rate": n, **summary(answers)})
+        told = as_json(before, await server.text("/metrics"))
+        found.append({"users" if is_closed else "rate": n, **summary(answers), **({"server": told} if told else {})})
     return {"url": url, "model": ask.model, "lengths": args.lengths, "shared": args.shared, "steps": found}
 
 
@@ -141,6 +144,8 @@ def _named(step: dict[str, Any]) -> str:
 
 
 def _print(report: dict[str, Any]) -> None:
+    from graphrt.tools.bench.load_server import rows as server_rows
+
     columns = ["load", "requests", "output t/s", "first token p50", "p95", "p99", "a token p50", "p95", "p99", "errors"]
     rows = []
     for step in report["steps"]:
@@ -150,6 +155,10 @@ def _print(report: dict[str, Any]) -> None:
         rows.append([*row, str(step["errors"])])
     print_table(columns, rows)
     print(f"\n{report['model']} at {report['url']}, {report['lengths']} tokens; times in ms")
+    for step in report["steps"]:
+        if told := step.get("server"):
+            print(f"\nWhere the server's time went, {_named(step)}; {told['steps_prepared']} sizes of steps were new\n")
+            print_table(["", "times", "mean ms", "p50", "p95", "all, s"], server_rows(told))
     for step in report["steps"]:
         if "first_error" in step:
             print(f"{_named(step)}: {step['first_error']}", file=sys.stderr)

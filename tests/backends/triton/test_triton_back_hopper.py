@@ -69,22 +69,26 @@ PTX = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("form", "reach", "error"), [(0, 0.45, 8.1e-5), (1, 0.9, 3e-6), (2, 6.0, 1e-9)])
-def test_the_soft_cap_and_its_slope(form: int, reach: float, error: float) -> None:
-    """Each form in its range, its instructions in float64."""
+@pytest.mark.parametrize(("form", "reach", "error"), [(softcap.SHORT, 0.45, 8.1e-5), (softcap.EXACT, 6.0, 1e-9)])
+def test_the_soft_cap_and_its_slope(form: Any, reach: float, error: float) -> None:
+    """Each form in its range, its instructions in float64; and which scores the short one says are inside."""
     scale, cap, shift = 0.3, 5.0, -7.0
     ratio, unit = scale / cap, cap * np.log2(np.e)
-    short = [c * unit * ratio ** (2 * i + 1) for i, c in enumerate(softcap.SHORT_TANH.value)]
-    slopes = [c * ratio ** (2 * i) for i, c in enumerate(softcap.SHORT_SLOPE.value)]
+    near = [c * unit * ratio ** (2 * i + 1) for i, c in enumerate(softcap.TANH_FROM_END.value)]
+    slopes = [c * ratio ** (2 * i) for i, c in enumerate(softcap.SLOPE_FROM_END.value)]
     names = ["ratio", "cap", "c0", "c1", "c2", "d1", "d2"]
-    held = dict(zip(names, [ratio, unit, *short, *slopes[1:]])) | {"shift": shift}
-    x = np.linspace(-reach, reach, 1001)
+    end = -((softcap.SHORT_RANGE.value / ratio) ** 2)
+    held = dict(zip(names, [ratio, unit, *near, *slopes[1:]])) | {"shift": shift, "end": end}
+    x = np.linspace(-reach * (1 - 1e-9), reach * (1 - 1e-9), 1001)
     held["score"] = x / ratio
-    for line in softcap.sloped_lines(form, ["out", "slope", "score", "shift"], names):
+    lines = softcap.sloped_lines(form, ["out", "slope", "score", "shift", "inside"], names)
+    for line in [softcap.inside_line("inside", "score", "end"), *lines]:
         name, target, *sources = line.strip(";").replace(",", "").split()
         held[target] = PTX[name.partition(".")[0]](*(held[s] if s in held else float(s) for s in sources))
     assert np.abs(held["slope"] - 1 / np.cosh(x) ** 2).max() <= error
     assert np.abs(held["out"] - (unit * np.tanh(x) + shift)).max() <= 3e-5
+    if form == softcap.SHORT:
+        assert (held["inside"] < 0).all() and (held["score"][-1] * (1 + 1e-8)) ** 2 + end > 0
 
 
 REFUSED = {

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from prometheus_client import CollectorRegistry, generate_latest
 from support.command_line import command, environment
 from support.served import Served
 
@@ -22,8 +23,10 @@ from graphrt.errors import SessionError
 from graphrt.tools.bench.load import Ask, closed, opened, summary
 from graphrt.tools.bench.load_client import Answer, Server
 from graphrt.tools.bench.load_lengths import Lengths, lengths_of
+from graphrt.tools.bench.load_server import as_json, rows
 from graphrt.tools.bench.load_svg import picture
 from graphrt.tools.cli import verb_parser
+from graphrt.tools.serve.tally import STEPS, TOKENS, Tally
 from graphrt.tools.verbs import bench_serve
 from graphrt.tools.verbs.bench_serve import main
 
@@ -155,8 +158,40 @@ def test_a_server_of_ours(served: Served, tmp_path: Path) -> None:
     for step in report["steps"]:
         assert (step["requests"], step["errors"], step["output_tokens"], step["prompt_tokens"]) == (3, 0, 12, 15)
         assert step["time_to_first_token_ms"]["p50"] > 0
+        told = step["server"]
+        assert told["iteration_tokens_total"]["sum"] == 15 + 12 - 3, "the last token of a text is read by no step"
+        assert told["step_device_seconds"]["n"] == told["iteration_tokens_total"]["n"] <= 12
+        assert told["step_wait_seconds"]["sum"] > 0 and 0 < told["step_host_seconds"]["n"] <= 12
+        assert told["request_queue_time_seconds"]["n"] == told["request_prefill_time_seconds"]["n"] == 3
+        assert told["step_delivery_seconds"]["n"] >= 3
     assert len(ET.parse(picture_file).findall(".//{*}circle")) == 18
     assert run_cli("bench", "serve", served.url, "--lengths", "5000:4", "--requests", "1").returncode == 1
+
+
+def tallied(**values: list[float]) -> str:
+    registry = CollectorRegistry()
+    for name, added in values.items():
+        tally = Tally(f"graphrt:{name}", "", TOKENS if name.startswith("iteration") else STEPS)
+        registry.register(tally)
+        for value in added:
+            tally.add(value)
+    return generate_latest(registry).decode() + 'graphrt:steps_prepared_total 7.0\nother_bucket{le="1"} 3\n'
+
+
+def test_where_a_server_s_time_went() -> None:
+    """By hand: what a load has added."""
+    before = tallied(step_device_seconds=[4.0] * 9, iteration_tokens_total=[])
+    new = [4.0] * 9 + [0.0045] * 4 + [0.00275] * 16
+    after = tallied(step_device_seconds=new, iteration_tokens_total=[1, 1, 1, 64, 65]).replace(" 7.0", " 9.0")
+    told = as_json(before, after)
+    device, tokens = told["step_device_seconds"], told["iteration_tokens_total"]
+    assert device["n"] == 20 and device["sum"] == pytest.approx(0.018 + 0.044)
+    assert device["p50"] == pytest.approx(0.002 + 0.001 * 10 / 16) and device["p95"] == pytest.approx(0.00475)
+    assert (tokens["n"], tokens["sum"], tokens["p50"], tokens["p95"]) == (5, 132, 1, 128), "ends belong to ranges"
+    assert told["steps_prepared"] == 2
+    assert rows(told)[1] == ["a step on the device", "20", "3.10", "2.62", "4.75", "0.06"]
+    assert rows(told)[0][1:] == ["5", "26.40", "1.00", "128.00", ""]
+    assert as_json("", "python_info 1\n") == {} and as_json(after, after) == {}
 
 
 def test_what_it_refuses() -> None:

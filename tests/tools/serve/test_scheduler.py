@@ -288,3 +288,32 @@ def test_a_queue_gives_each_key_its_turn() -> None:
     assert queue.remove("b", "b2") and not queue.remove("b", "b2") and len(queue) == 6
     assert queue.take(lambda item: item == "a2") == "a2"
     assert [queue.take() for _ in range(6)] == ["c0", "b1", "a1", "c1", "a3", None] and len(queue) == 0
+
+
+def test_where_a_turn_s_time_goes(llama: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a step reads, and how long the device had it, by a clock handed in; each step is told once. On a backend
+    that queues nothing the host waits all the while, on one that does only where it asks; where the host chooses, for
+    the engine's whole step."""
+    home = graphrt.get_backend("cpu").__class__
+    monkeypatch.setattr(home, "stopwatch", lambda self: lambda: lambda: 5.0)
+    for queues in (False, True):
+        monkeypatch.setattr(home, "asynchronous", queues)
+        scheduler = scheduler_of(llama)
+        first, second = text_of(llama, [4] * 30, 3), text_of(llama, [5, 6], 3)
+        scheduler.add(first)
+        scheduler.add(second)
+        scheduler.step()
+        assert first.came <= first.read <= first.began and second.read
+        seen = [*scheduler.times]
+        while not scheduler.is_idle:
+            scheduler.step()
+            seen += scheduler.times
+        read = [each.n_tokens for each in seen]
+        assert read[:2] == [24, 8] and sum(read) == 30 + 2 + 2 + 2, "the last tokens are read by no step"
+        assert all(each.device == 5.0 for each in seen) and all((each.waited >= 5.0) != queues for each in seen)
+    scheduler.add(text_of(llama, [4] * 30, 2, rules={"logprobs": 1}))
+    run(scheduler)
+    scheduler.add(text_of(llama, [4] * 9, 2, rules={"logprobs": 1}))
+    scheduler.step()
+    (host,) = scheduler.times
+    assert host.n_tokens == 9 and 0 < host.device == host.waited < 5.0

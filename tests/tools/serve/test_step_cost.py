@@ -44,7 +44,7 @@ class _Loop:
 def test_a_step_calls_the_loop_once() -> None:
     texts, loop = [text() for _ in range(64)], _Loop()
     made = [Event(each, Piece(5, "a")) for each in texts]
-    worker = Worker(cast(Any, SimpleNamespace(step=lambda: made)), Metrics(), 0)
+    worker = Worker(cast(Any, SimpleNamespace(step=lambda: made, times=[])), Metrics(), 0)
     worker._loop = cast(Any, loop)
     for step in range(1, 4):
         worker._turn([], None)

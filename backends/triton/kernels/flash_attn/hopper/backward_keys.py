@@ -109,10 +109,10 @@ def add_step(
     q_ring.wait_full(step)
     s = warpgroup_mma(k, q_ring.operand(step).permute((1, 0)), zero, use_acc=False, is_async=True)
     o_ring.wait_full(step)
-    # Many queries, or a soft cap, leave too few registers for weights of 32 bits beside the products under way; a mask
-    # of many queries, or of positions, or with what else takes some, too few for both products at once.
+    # Many queries, or a soft cap and a mask, leave too few registers for weights of 32 bits beside the products under
+    # way; a mask of many queries, or of positions, or with what else takes some, too few for both products at once.
     cols: gl.constexpr = p.spec.block_m
-    narrow: gl.constexpr = p.spec.has_softcap or p.spec.has_dropout or p.spec.stored or p.spec.block_m > 64
+    narrow: gl.constexpr = (p.spec.has_softcap and masked) or p.spec.has_dropout or p.spec.stored or p.spec.block_m > 64
     early: gl.constexpr = (
         p.spec.of_k
         and not p.spec.has_softcap

@@ -24,7 +24,7 @@ def weights_of(p, s, lse, mask, factor, masked: gl.constexpr, hides: gl.constexp
             # A warp's largest score decides which form of the cap it takes. A hidden one must have no say: its key may
             # or may not have been cleared yet by the other warpgroup (backward_queries.py).
             s = gl.where(shift != -NEG_INF, s, 0.0)
-        x, slope = capped_with_slope(p, s, -shift, 4 if masked else 8)
+        x, slope = capped_with_slope(p, s, -shift)
         w = gl.exp2(x)
         return w, w * slope
     else:

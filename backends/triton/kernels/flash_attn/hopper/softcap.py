@@ -12,7 +12,7 @@ SHORT_RANGE = gl.constexpr(0.45)
 SHORT_TANH = gl.constexpr((0.99995852, -0.33165442, 0.11609694))
 LONG_RANGE = gl.constexpr(0.9)
 LONG_TANH = gl.constexpr((0.999986742, -0.332987063, 0.130767856, -0.045938528, 0.00984349093))
-# 1 - tanh(x)^2 of x^2 to SHORT_RANGE, to 8.0e-5: a sixth of what f16 rounds.
+# 1 - tanh(x)^2, of x^2, to SHORT_RANGE, to 8.0e-5: a sixth of what f16 rounds.
 SHORT_SLOPE = gl.constexpr((0.99992, -0.99264072, 0.56506034))
 # Their tanh at the end of their range, and so many log2 units below a row's maximum what they have wrong further down
 # is less than f16's rounding of a weight: the short one's error is still small where its range ends.
@@ -21,6 +21,16 @@ LONG_LAST, LONG_BELOW = gl.constexpr(0.7162978701990245), gl.constexpr(24.0)
 # Which form of the soft cap a warp takes, see cap_level.
 SHORT, LONG, EXACT = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
 LARGE_CAP = 28.0  # soft caps from here on: see cap_level
+
+
+def from_end(coefficients):
+    """Coefficients of the same polynomial of x^2 - SHORT_RANGE^2, which is negative where it serves."""
+    c0, c1, c2 = coefficients.value
+    end = SHORT_RANGE.value**2
+    return gl.constexpr((c0 + c1 * end + c2 * end * end, c1 + 2.0 * c2 * end, c2))
+
+
+TANH_FROM_END, SLOPE_FROM_END = from_end(SHORT_TANH), from_end(SHORT_SLOPE)
 
 
 @gluon.constexpr_function
@@ -68,26 +78,49 @@ def capped_asm(n):
 
 
 @gluon.constexpr_function
+def inside_line(inside, score, end):
+    """PTX for `inside`, the short form's argument: its sign bit is set where that form serves, and of no NaN."""
+    return f"fma.rn.f32 {inside}, {score}, {score}, {end};"
+
+
+@gluon.constexpr_function
 def sloped_lines(form, operands, constants):
-    """PTX for (result, slope) of (a raw score, shift): capped_lines' and 1 - tanh^2. constants: its own, then the
-    coefficients of the short slope, times the ratio's powers."""
-    result, slope, score, shift = operands
-    lines = capped_lines(form, result, score, shift, constants[:5])
-    if form == SHORT:  # a is the square of the score
-        lines += [f"fma.rn.f32 b, a, {constants[6]}, {constants[5]};"]
-        return [*lines, f"fma.rn.f32 {slope}, a, b, {SHORT_SLOPE.value[0]};"]
+    """PTX for (result, slope) of (a raw score, shift, inside): soft-capped plus shift, and 1 - tanh^2. constants: of
+    cap_slope_constants(), but for the third."""
+    result, slope, score, shift, inside = operands
+    ratio, cap, c0, c1, c2, d1, d2 = constants
+    if form == SHORT:
+        return [
+            f"fma.rn.f32 b, {inside}, {c2}, {c1};",
+            f"fma.rn.f32 b, {inside}, b, {c0};",
+            f"fma.rn.f32 {result}, {score}, b, {shift};",
+            f"fma.rn.f32 b, {inside}, {d2}, {d1};",
+            f"fma.rn.f32 {slope}, {inside}, b, {SLOPE_FROM_END.value[0]};",
+        ]
+    lines = capped_lines(EXACT, result, score, shift, [ratio, cap, "", "", ""])
     return [*lines, "neg.f32 a, x;", f"fma.rn.f32 {slope}, a, x, 1.0;"]
 
 
 @gluon.constexpr_function
 def sloped_asm(n):
-    """PTX of `capped_with_slope` for n elements. Operands: the results, their slopes, then n of each argument."""
+    """PTX of `capped_with_slope` for n elements. Operands: the results, their slopes, then n of each argument.
+
+    Two forms: one more would be in the way of the assembler more than it spares. A warp takes the exact one if a score
+    is out of the short one's range, which the sign bits say, two in an instruction, where a maximum takes one for each.
+    To take the short one first, and the exact one again where it has to be, spilled in blocks with masks.
+    """
+    at = [[f"${n * i + k}" for i in range(12)] for k in range(n)]
+    inside = [f"in{k}" for k in range(n)]
 
     def lines(form):
-        constants = [f"${n * i}" for i in range(5, 12)]
-        return [x for k in range(n) for x in sloped_lines(form, [f"${n * i + k}" for i in range(4)], constants)]
+        return [x for a, name in zip(at, inside) for x in sloped_lines(form, [*a[:4], name], [*a[4:6], *a[7:12]])]
 
-    return by_level(f"${4 * n}", lines)
+    found = ["{", ".reg .pred p;", f".reg .f32 a, b, x, {', '.join(inside)};", ".reg .b32 all, next;"]
+    found += [inside_line(name, a[2], a[6]) for a, name in zip(at, inside)]
+    found += ["mov.b32 all, in0;"]
+    found += [x for name in inside[1:] for x in (f"mov.b32 next, {name};", "and.b32 all, all, next;")]
+    found += ["setp.ge.s32 p, all, 0;", "vote.sync.any.pred p, p, 0xffffffff;", "@p bra.uni FAR;"]
+    return "\n".join([*found, *lines(SHORT), "bra.uni DONE;", "FAR:", *lines(EXACT), "DONE:", "}"])
 
 
 @gluon.constexpr_function
@@ -156,23 +189,36 @@ def capped(p, s, shift, level, unit: gl.constexpr, pack: gl.constexpr):
 
 
 @gluon.jit
-def capped_with_slope(p, s, shift, pack: gl.constexpr):
-    """(raw scores soft-capped, in log2 units, plus shift; 1 - tanh^2, the soft cap's slope). pack: elements of a thread
-    between two branches."""
-    ratio, cap, c0, c1, c2 = cap_constants(p, LOG2E)
+def cap_slope_constants(p):
+    """scale / softcap, softcap in log2 units, what a raw score's square is less at the end of the short form's range,
+    and that form's coefficients, for the result and for the slope but for the last."""
+    ratio = p.scale / p.softcap
+    cap = p.softcap * LOG2E
     square = ratio * ratio
+    first = cap * ratio
+    # Further out the highest coefficient nears the smallest numbers.
+    reach = p.softcap / p.scale * SHORT_RANGE
+    end = gl.where(gl.abs(reach) < 4000.0, -reach * reach, 1.0)
+    return (
+        ratio, cap, end, TANH_FROM_END[0] * first, TANH_FROM_END[1] * first * square,
+        TANH_FROM_END[2] * first * (square * square), SLOPE_FROM_END[1] * square, SLOPE_FROM_END[2] * square * square,
+    )  # fmt: skip
+
+
+@gluon.jit
+def capped_with_slope(p, s, shift):
+    """(raw scores soft-capped, in log2 units, plus shift; 1 - tanh^2, the soft cap's slope)."""
+    ratio, cap, end, c0, c1, c2, d1, d2 = cap_slope_constants(p)
+    pack: gl.constexpr = 8  # elements of a thread between two branches
     source: gl.constexpr = sloped_asm(pack)
     return gl.inline_asm_elementwise(
         source,
         asm_operands(2 * pack, 10 * pack),
-        [
-            s, shift, cap_level(p, s, 0.0, 0.0, True)[:, None], ratio, cap, c0, c1, c2, SHORT_SLOPE[1] * square,
-            SHORT_SLOPE[2] * square * square,
-        ],
+        [s, shift, ratio, cap, end, c0, c1, c2, d1, d2],
         dtype=(gl.float32, gl.float32),
         is_pure=True,
         pack=pack,
-    )  # fmt: skip
+    )
 
 
 @gluon.jit
