@@ -225,12 +225,14 @@ def adapted(n: int, which: str = "qkv", kind: str = "q8_0", k: int = K, rank: in
     return Graph(*(made(name, m) for name, m in zip(which, (70, 16, 33, 7))))
 
 
-def trained(which: str = "qkv", n: int = 70, k: int = K, rank: int = 16, kind: str = "q8_0") -> Graph:
+def trained(
+    which: str = "qkv", n: int = 70, k: int = K, rank: int = 16, kind: str = "q8_0", scale: float = 2.5
+) -> Graph:
     """Products of many tokens with adapters that are trained, whose scaled sums others read too: of q, k and v, of more
-    than one step takes, or of one."""
+    than one step takes, or of one. scale: of their sums, which pass f16's range if it is large."""
     source, found = leaf("x", k, n), list[Tensor]()
     for name, m in list(zip("qkvo", (70, 16, 33, 7)))[: len(which)]:
-        low = ops.scale(ops.mul_mat(leaf(f"{name}.a", k, rank), source), 2.5)
+        low = ops.scale(ops.mul_mat(leaf(f"{name}.a", k, rank), source), scale)
         out = ops.add(product(name, source, kind, m), ops.mul_mat(leaf(f"{name}.b", rank, m), low))
         found += [out, ops.sqr(low)]
     return Graph(*found)

@@ -151,15 +151,18 @@ FORMS: dict[str, tuple[Callable[[], Graph], str, float]] = {
             partial(trained, which, k=k, rank=rank, kind=kind), "trained_products", ROUNDED,
         )
         for which, kind, k, rank in (
-            ("q", "q8_0", 64, 16), ("qk", "q4_K", 256, 32), ("qkv", "q4_0", 576, 16), ("qkvo", "q8_0", 64, 64),
+            ("q", "q8_0", 64, 16), ("qk", "q4_K", 256, 32), ("qkv", "q6_K", 768, 16), ("qkvo", "q8_0", 64, 64),
         )
     },
+    "trained, sums past f16's range": (
+        partial(trained, "qk", k=64, rank=16, scale=1e5), "trained_products", ROUNDED,
+    ),
     **{
         f"gradient of an x of {len(rows)} products, {kind}, {k}, rank {rank}": (
             partial(gradient_of_one, rows, k=k, rank=rank, kind=kind), "gradient_of_x", ROUNDED,
         )
         for rows, kind, k, rank in (
-            ((70,), "q8_0", 64, 16), ((33, 300), "q4_K", 256, 32), ((70, 16, 33), "q4_0", 96, 16),
+            ((70,), "q8_0", 64, 16), ((33, 300), "q4_K", 256, 32), ((70, 16, 33), "q6_K", 256, 16),
         )
     },
 }  # fmt: skip

@@ -24,6 +24,7 @@ if device.unusable() is not None:
     pytest.skip(f"the triton backend can't be used here: {device.unusable()}", allow_module_level=True)
 
 from graphrt.backends.triton.kernels.dequantize import dequantize, gather_rows
+from graphrt.backends.triton.kernels.products.trained import lines
 from graphrt.backends.triton.packing import PACKED_TYPES, Packed, PackedBuffer, pack, packing_of, unpack
 
 #: Rows and blocks a row: one block; rows and groups that no tile divides; more than a tile of groups.
@@ -218,6 +219,19 @@ def test_dequantized(kind: str, shape: tuple[int, int]) -> None:
         guarded = _Guarded(want.shape, to)
         dequantize(packed, guarded.out)()
         assert np.array_equal(guarded.values(), want.astype(np.float32 if to is torch.float32 else np.float16))
+
+
+@pytest.mark.parametrize("kind", PACKED_TYPES)
+def test_rows_that_lie_apart(kind: str) -> None:
+    """On a GPU compilers have their say too: one got q6_K alone wrong, in a kernel that copied other rows besides."""
+    raw = _blocks(kind, 37, 9)
+    want = _values(raw, kind)
+    k = want.shape[1]
+    guarded = _Guarded((37, k + 64), torch.float16)
+    lines(_packed(raw, kind), guarded.out[:, : k + 16])()
+    found = guarded.values()
+    assert np.array_equal(found[:, :k], want.astype(np.float16))
+    assert np.isnan(found[:, k:]).all()
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of numpy, that sums of infinity and NaN are NaN

@@ -70,7 +70,8 @@ def _run(keep: str, monkeypatch: pytest.MonkeyPatch) -> tuple[list[np.ndarray], 
 def test_kept_weights_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     kept, launches = _run("1M", monkeypatch)
     anew, others = _run("0", monkeypatch)
-    assert len(launches) > len(others), "adapters' columns and rows are copied by launches of their own"
+    anew_only = "dequantize_groups"  # the backward product's: it reads what the forward's has left
+    assert anew_only in others and anew_only not in launches
     for a, b in zip(kept, anew, strict=True):
         assert nmse(a, b) < 1e-11  # sums in another order
     assert not np.array_equal(kept[0], kept[3])

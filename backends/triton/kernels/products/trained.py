@@ -15,7 +15,7 @@ import torch
 import triton
 
 from graphrt.backends.triton.context import Context, Step
-from graphrt.backends.triton.kernels.dequantize import plane_args
+from graphrt.backends.triton.kernels.dequantize import dequantize, plane_args
 from graphrt.backends.triton.kernels.products import gemm_large
 from graphrt.backends.triton.kernels.products.adapters import n_parts
 from graphrt.backends.triton.kernels.products.fusions import MAX_ADAPTED
@@ -28,8 +28,9 @@ from graphrt.backends.triton.kernels.products.trained_fusions import (
     trained_products,
 )
 from graphrt.backends.triton.kernels.products.trained_kernels import (
-    dequantize_with_columns,
-    dequantize_with_rows,
+    copy_columns,
+    copy_rows,
+    dequantize_lines,
     ranks_of,
     round_several,
     round_with_ranks,
@@ -65,23 +66,23 @@ def lower_trained(found: TrainedOfOne, ctx: Context) -> list[Step]:
     """Up to three products of one x with adapters beside them."""
     parts, x = found.parts, found.parts[0].down["x"]
     (k, n), rank, count = x.ne[:2], parts[0].down.ne[0], len(parts)
-    values, factors = _half("activations and ranks", n, k + count * rank, ctx), _factors(n, ctx)
+    wide = k + count * rank
+    values, factors = _half("activations and ranks", n, wide, ctx), _factors(n, ctx)
     steps = _rounded(found, values, factors, ctx)
     stack = kept([part.y["weights"] for part in parts], count * rank, ctx)
     for place, part in enumerate(parts):
         packed, made = ctx.packed(part.y["weights"])
         b, out = ctx.view(part.up["weights"]).torch()[0, 0], ctx.view(part.out).torch()[0, 0]
         if stack is not None:
-            w = stack.memory[stack.starts[place] : stack.starts[place + 1], : k + count * rank]
-            columns = _with_columns(packed, b, w, place, count)
-            steps += [Once(columns), _only_columns(columns), gemm_large.multiply_step(values, w, out)]
-            steps += finish_steps(Sums(out[None], factors), out)
-            continue
-        steps += made
-        for first, end in gemm_large.slices(packed.rows, k + count * rank):
-            w = _half("weights in f16", end - first, k + count * rank, ctx)
-            steps.append(_with_columns(packed.part(first, end), b[first:end], w, place, count))
-            steps.append(gemm_large.multiply_step(values, w, out[:, first:end]))
+            w = stack.memory[stack.starts[place] : stack.starts[place + 1], :wide]
+            steps += [Once(lines(packed, w)), _columns(b, w[:, k:], place, count)]
+            steps.append(gemm_large.multiply_step(values, w, out))
+        else:
+            steps += made
+            for first, end in gemm_large.slices(packed.rows, wide):
+                w = _half("weights in f16", end - first, wide, ctx)
+                steps += [lines(packed.part(first, end), w), _columns(b[first:end], w[:, k:], place, count)]
+                steps.append(gemm_large.multiply_step(values, w, out[:, first:end]))
         steps += finish_steps(Sums(out[None], factors), out)
     return steps
 
@@ -115,29 +116,30 @@ def _rounded(found: TrainedOfOne, values: torch.Tensor, factors: torch.Tensor, c
     ]
 
 
-def _with_columns(packed: Packed, b: torch.Tensor, w: torch.Tensor, place: int, count: int) -> Launch:
-    """[packed, 0.., b, 0..] to w; b: f32 [rows, rank], in place `place` of `count`."""
-    groups, rank = packed.rows * packed.k // GROUP, b.shape[1]
-    tiles = triton.cdiv(groups, _GROUPS)
+def lines(packed: Packed, w: torch.Tensor) -> Launch:
+    """packed to the first columns of w."""
+    groups = packed.rows * packed.k // GROUP
     args = plane_args(packed) | {
-        "p_b": b, "p_out": memory_of(w), "n_groups": groups, "row_groups": packed.k // GROUP, "n_rows": packed.rows,
-        "n_tiles": tiles, "pitch": w.stride(0), "GROUPS": _GROUPS, "RANK": rank, "PLACE": place, "N": count,
+        "p_out": memory_of(w), "n_groups": groups, "row_groups": packed.k // GROUP, "pitch": w.stride(0),
+        "GROUPS": _GROUPS,
+    }  # fmt: skip
+    return Launch(dequantize_lines, (triton.cdiv(groups, _GROUPS),), args, {"num_warps": _WARPS})
+
+
+def _columns(b: torch.Tensor, w: torch.Tensor, place: int, count: int) -> Launch:
+    """[0.., b, 0..] to w, b in place `place` of `count`. b: f32 [rows, rank]."""
+    rows, rank = b.shape
+    args: dict[str, Any] = {
+        "p_b": b, "p_out": memory_of(w), "n_rows": rows, "pitch": w.stride(0), "RANK": rank, "PLACE": place, "N": count,
         "COLS": triton.next_power_of_2(count * rank), "ROWS": _ROWS,
     }  # fmt: skip
-    grid = (tiles + triton.cdiv(packed.rows, _ROWS),)
-    return Launch(dequantize_with_columns, grid, args, {"num_warps": _WARPS})
-
-
-def _only_columns(launch: Launch) -> Launch:
-    """The part of _with_columns() that a run must do anew."""
-    tiles = launch.args["n_tiles"]
-    return Launch(launch.kernel, (launch.grid[0] - tiles,), launch.args | {"n_tiles": 0}, launch.options)
+    return Launch(copy_columns, (triton.cdiv(rows, _ROWS),), args, {"num_warps": _WARPS})
 
 
 def lower_gradient(found: GradientOfOne, ctx: Context) -> list[Step]:
     """The sum of the gradients of one x."""
     k, n = found.out.ne[:2]
-    rank, more = found.plain[0]["a"].ne[1], len(found.plain) * found.plain[0]["a"].ne[1]
+    more = len(found.plain) * found.plain[0]["a"].ne[1]
     stack = kept_before([t["a"] for t in found.packed], more, ctx)
     if stack is not None:  # gradients side by side in the order in which the weights lie
         by_weight = {t["a"]: t for t in found.packed}
@@ -147,39 +149,23 @@ def lower_gradient(found: GradientOfOne, ctx: Context) -> list[Step]:
     steps: list[Step] = [_side_by_side(found, values, factors, ctx)]
     w = gemm_large.scratch(total + more, k, ctx) if stack is None else stack.memory[:, :k]
     start = 0
-    for i, node in enumerate(found.packed):
+    for node in found.packed if stack is None else ():
         packed, made = ctx.packed(node["a"])
-        own = w[start : start + packed.rows]
-        # the first one's launch copies the first adapter's rows too, and so on; the last one's those that are left
-        last = i == len(found.packed) - 1
-        for j in range(i, max(i + 1, len(found.plain)) if last else i + 1):
-            a, at = (found.plain[j]["a"], total + j * rank) if j < len(found.plain) else (None, 0)
-            launch = _with_rows(packed, own, None if a is None else ctx.view(a).data, w[at : at + rank])
-            if stack is None and j == i:
-                steps += [*made, launch]
-            elif a is not None:
-                steps.append(_only_rows(launch))
+        steps += [*made, dequantize(packed, w[start : start + packed.rows])]
         start += packed.rows
+    steps.append(_rows(found, w[total:], ctx))
     out = ctx.view(found.out).torch()[0, 0]
     return [*steps, gemm_large.multiply_step(values, w.t(), out), *finish_steps(Sums(out[None], factors), out)]
 
 
-def _with_rows(packed: Packed, w: torch.Tensor, a: torch.Tensor | None, rows: torch.Tensor) -> Launch:
-    """packed to w, and a, f32, if there is one, to rows in f16."""
-    groups, more = packed.rows * packed.k // GROUP, 0 if a is None else a.numel()
-    tiles = triton.cdiv(groups, _GROUPS)
-    args = plane_args(packed) | {
-        "p_a": w if a is None else a, "p_out": memory_of(w), "p_rows": memory_of(rows), "n_groups": groups,
-        "n_tiles": tiles, "n_more": more, "k": packed.k, "pitch": rows.stride(0), "GROUPS": _GROUPS, "BLOCK": _BLOCK,
-    }  # fmt: skip
-    return Launch(dequantize_with_rows, (tiles + triton.cdiv(more, _BLOCK),), args, {"num_warps": _WARPS})
-
-
-def _only_rows(launch: Launch) -> Launch:
-    """The part of _with_rows() that copies an adapter."""
-    tiles = launch.args["n_tiles"]
-    args = launch.args | {"n_tiles": 0, "p_out": launch.args["p_rows"]}
-    return Launch(launch.kernel, (launch.grid[0] - tiles,), args, launch.options)
+def _rows(found: GradientOfOne, w: torch.Tensor, ctx: Context) -> Launch:
+    """All adapters' a below each other to w."""
+    a = [ctx.view(t["a"]).data for t in found.plain]
+    n, k = found.plain[0]["a"].n_elements, w.shape[1]
+    # where there are fewer, the first one stands for the others
+    args: dict[str, Any] = {f"p_a{i}": a[i] if i < len(a) else a[0] for i in range(MAX_ADAPTED)}
+    args |= {"p_out": memory_of(w), "n": n, "k": k, "pitch": w.stride(0), "BLOCK": _BLOCK}
+    return Launch(copy_rows, (triton.cdiv(n, _BLOCK), len(a)), args, {"num_warps": _WARPS})
 
 
 def _side_by_side(found: GradientOfOne, values: torch.Tensor, factors: torch.Tensor, ctx: Context) -> Launch:

@@ -146,56 +146,51 @@ def round_several(
     tl.store(p_factors + row, factor)
 
 
-@accesses(reads="packed p_b", writes="p_out")
+@accesses(reads="packed", writes="p_out", helper=True)
 @triton.jit
-def dequantize_with_columns(
-    packed, p_b, p_out, n_groups, row_groups, n_rows, n_tiles, pitch,
-    KIND: tl.constexpr, GROUPS: tl.constexpr, RANK: tl.constexpr, PLACE: tl.constexpr, N: tl.constexpr,
-    COLS: tl.constexpr, ROWS: tl.constexpr,
+def dequantize_lines(
+    packed, p_out, n_groups, row_groups, pitch, KIND: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """out = [w, 0.., b, 0..], f16, rows `pitch` apart: a packed matrix of row_groups groups of 32 a row, then N times
-    RANK columns, of which those from PLACE * RANK on are b, f32 [n_rows, RANK], and the others 0.
-
-    Programs below n_tiles: GROUPS groups of the matrix, of all rows as one; the others: ROWS rows of the columns."""
+    """dequantize_groups() with rows of row_groups groups of 32 that begin `pitch` apart. out: f16."""
     i = tl.program_id(0)
-    if i < n_tiles:
-        first = i.to(tl.int64) * GROUPS
-        n_live = tl.minimum(n_groups - first, GROUPS).to(tl.int32)
-        low, high = group_values(packed, first, n_live, KIND, GROUPS)
-        live = (tl.arange(0, GROUPS) < n_live)[:, None]
-        group = i * GROUPS + tl.arange(0, GROUPS)
-        at = (group // row_groups).to(tl.int64) * pitch + (group % row_groups) * 32
-        p_group = p_out + at[:, None] + tl.arange(0, 16)[None, :]
-        tl.store(p_group, low.to(tl.float16), mask=live)
-        tl.store(p_group + 16, high.to(tl.float16), mask=live)
-    else:
-        rows, col = (i - n_tiles) * ROWS + tl.arange(0, ROWS), tl.arange(0, COLS)
-        here, own = (rows < n_rows)[:, None], (col // RANK == PLACE)[None, :]
-        b = tl.load(p_b + rows.to(tl.int64)[:, None] * RANK + col[None, :] % RANK, mask=here & own, other=0.0)
-        p_col = p_out + rows.to(tl.int64)[:, None] * pitch + row_groups * 32 + col[None, :]
-        tl.store(p_col, b.to(tl.float16), mask=here & (col < N * RANK)[None, :])
+    first = i.to(tl.int64) * GROUPS
+    n_live = tl.minimum(n_groups - first, GROUPS).to(tl.int32)
+    low, high = group_values(packed, first, n_live, KIND, GROUPS)
+    live = (tl.arange(0, GROUPS) < n_live)[:, None]
+    group = i * GROUPS + tl.arange(0, GROUPS)
+    at = (group // row_groups).to(tl.int64) * pitch + (group % row_groups) * 32
+    p_group = p_out + at[:, None] + tl.arange(0, 16)[None, :]
+    tl.store(p_group, low.to(tl.float16), mask=live)
+    tl.store(p_group + 16, high.to(tl.float16), mask=live)
 
 
-@accesses(reads="packed p_a", writes="p_out p_rows")
+@accesses(reads="p_b", writes="p_out", helper=True)
 @triton.jit
-def dequantize_with_rows(
-    packed, p_a, p_out, p_rows, n_groups, n_tiles, n_more, k, pitch,
-    KIND: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr,
+def copy_columns(
+    p_b, p_out, n_rows, pitch, RANK: tl.constexpr, PLACE: tl.constexpr, N: tl.constexpr, COLS: tl.constexpr,
+    ROWS: tl.constexpr,
 ):  # fmt: skip
-    """out: a packed matrix, f16 [rows, k] without gaps; rows: n_more elements of a, f32 [.., k], in f16, rows `pitch`
-    apart.
+    """N times RANK columns, f16, rows `pitch` apart: those from PLACE * RANK on are b, f32 [n_rows, RANK], the others
+    0. Program (i): ROWS rows."""
+    rows, col = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, COLS)
+    here, own = (rows < n_rows)[:, None], (col // RANK == PLACE)[None, :]
+    b = tl.load(p_b + rows.to(tl.int64)[:, None] * RANK + col[None, :] % RANK, mask=here & own, other=0.0)
+    p_col = p_out + rows.to(tl.int64)[:, None] * pitch + col[None, :]
+    tl.store(p_col, b.to(tl.float16), mask=here & (col < N * RANK)[None, :])
 
-    Programs below n_tiles: GROUPS groups of the matrix, of all rows as one; the others: BLOCK elements of a."""
-    i = tl.program_id(0)
-    if i < n_tiles:
-        first = i.to(tl.int64) * GROUPS
-        n_live = tl.minimum(n_groups - first, GROUPS).to(tl.int32)
-        low, high = group_values(packed, first, n_live, KIND, GROUPS)
-        live = (tl.arange(0, GROUPS) < n_live)[:, None]
-        p_group = p_out + first * 32 + (tl.arange(0, GROUPS)[:, None] * 32 + tl.arange(0, 16)[None, :])
-        tl.store(p_group, low.to(tl.float16), mask=live)
-        tl.store(p_group + 16, high.to(tl.float16), mask=live)
-    else:
-        e = (i - n_tiles) * BLOCK + tl.arange(0, BLOCK)
-        at = e // k * pitch + e % k
-        tl.store(p_rows + at, tl.load(p_a + e, mask=e < n_more, other=0.0).to(tl.float16), mask=e < n_more)
+
+@accesses(reads="p_a0 p_a1 p_a2", writes="p_out", helper=True)
+@triton.jit
+def copy_rows(p_a0, p_a1, p_a2, p_out, n, k, pitch, BLOCK: tl.constexpr):
+    """n elements of each of up to three matrices f32 [.., k], in f16 below each other, rows `pitch` apart.
+
+    Program (i, j): BLOCK elements of a_j."""
+    i, j = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.program_id(1)
+    p_a = p_a0
+    if j == 1:
+        p_a = p_a1
+    if j == 2:
+        p_a = p_a2
+    there = i < n
+    at = (j * (n // k) + i // k).to(tl.int64) * pitch + i % k
+    tl.store(p_out + at, tl.load(p_a + i, mask=there, other=0.0).to(tl.float16), mask=there)
