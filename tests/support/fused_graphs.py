@@ -81,7 +81,7 @@ def check(make: Callable[[], Graph], wanted: str, limit: float, monkeypatch: pyt
     graph = make()
     assert not set(kernels(graph)) & {wanted, *(f.name for f in FUSIONS)}
     for a, b in zip(fused, results(graph)):
-        assert nmse(a, b) <= limit
+        assert (found := nmse(a, b)) <= limit, found
 
 
 def x(n: int = 3) -> Tensor:
