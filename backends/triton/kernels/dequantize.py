@@ -48,9 +48,9 @@ def looked_up(code, KIND: tl.constexpr):
 @triton.jit
 def two_bits(word, i):
     """Codes of 2 bits of elements i (of 0..15) and 16 + i, int32, from a group's int64 word [GROUPS, 1]."""
-    # Halves are chosen, not shifted to: an optimization of ptxas 12.8 gets shifts of 64 bits wrong here in some kernels.
-    half = tl.where(i < 8, word.to(tl.int32), (word >> 32).to(tl.int32)) >> (8 * (i % 4) + 4 * (i // 4 % 2))
-    return half & 3, half >> 2 & 3
+    at = 32 * (i // 8) + 8 * (i % 4) + 4 * (i // 4 % 2)
+    word = word >> at.to(tl.int64)
+    return (word & 3).to(tl.int32), (word >> 2 & 3).to(tl.int32)
 
 
 @triton.jit
