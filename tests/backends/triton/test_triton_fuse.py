@@ -53,8 +53,8 @@ from support.fused_graphs import (
     x,
 )
 
-#: Products whose two factors one way rounds to f16 and the other may not, or rounds elsewhere, as a GPU's kernels of few
-#: tokens do: four roundings of 2**-11 at most, evenly spread.
+#: Products whose two factors one way rounds to f16, and the other may not, or elsewhere, as kernels of few tokens do:
+#: four roundings of 2**-11 at most, evenly spread.
 ROUNDED = 4 * 2.0**-22 / 3
 
 FORMS: dict[str, tuple[Callable[[], Graph], str, float]] = {

@@ -179,6 +179,13 @@ def copy_columns(
     tl.store(p_col, b.to(tl.float16), mask=here & (col < N * RANK)[None, :])
 
 
+@triton.jit
+def _copied(p_a, p_out, i, n, k, pitch):
+    """Elements i of n of a matrix f32 [.., k], in f16 in rows `pitch` apart."""
+    at = (i // k).to(tl.int64) * pitch + i % k
+    tl.store(p_out + at, tl.load(p_a + i, mask=i < n, other=0.0).to(tl.float16), mask=i < n)
+
+
 @accesses(reads="p_a0 p_a1 p_a2", writes="p_out", helper=True)
 @triton.jit
 def copy_rows(p_a0, p_a1, p_a2, p_out, n, k, pitch, BLOCK: tl.constexpr):
@@ -186,11 +193,10 @@ def copy_rows(p_a0, p_a1, p_a2, p_out, n, k, pitch, BLOCK: tl.constexpr):
 
     Program (i, j): BLOCK elements of a_j."""
     i, j = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.program_id(1)
-    p_a = p_a0
+    p_out += (j * (n // k)).to(tl.int64) * pitch
+    if j == 0:
+        _copied(p_a0, p_out, i, n, k, pitch)
     if j == 1:
-        p_a = p_a1
+        _copied(p_a1, p_out, i, n, k, pitch)
     if j == 2:
-        p_a = p_a2
-    there = i < n
-    at = (j * (n // k) + i // k).to(tl.int64) * pitch + i % k
-    tl.store(p_out + at, tl.load(p_a + i, mask=there, other=0.0).to(tl.float16), mask=there)
+        _copied(p_a2, p_out, i, n, k, pitch)
