@@ -146,7 +146,7 @@ def _code(packed: Packed, row: int, group: int, i: int) -> int:
 
 def _word(plane: torch.Tensor | None, row: int, group: int) -> int:
     """What a group has in a plane as one number."""
-    return 0 if plane is None else int.from_bytes(plane[row, group].numpy().tobytes(), "little")
+    return 0 if plane is None else int.from_bytes(plane[row, group].cpu().numpy().tobytes(), "little")
 
 
 def _point_value(packed: Packed, row: int, group: int, i: int) -> int:
@@ -193,7 +193,7 @@ def test_planes_are_as_described(kind: str) -> None:
         if kind == "mxfp4":
             value = 2.0 ** (scales[0] - 128) * code
         elif kind == "nvfp4":
-            value = float(gguf.quants.NVFP4.ue4m3_to_fp32(p.scales[row, group].numpy())[half]) * code
+            value = float(gguf.quants.NVFP4.ue4m3_to_fp32(p.scales[row, group].cpu().numpy())[half]) * code
         elif facts.scale.name == "odd":
             value = supers[0] * _odd_scale(p, row, group, half) * code
         elif facts.scale.name == "d":
