@@ -159,7 +159,7 @@ FORMS: dict[str, tuple[Callable[[], Graph], str, float]] = {
         )
     },
     "trained, sums past f16's range": (
-        partial(trained, "qk", k=64, rank=16, scale=1e5), "trained_products", ROUNDED,
+        partial(trained, "q", k=64, rank=16, scale=1e5), "trained_products", ROUNDED,
     ),
     **{
         f"gradient of an x of {len(rows)} products, {kind}, {k}, rank {rank}": (
