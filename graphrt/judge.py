@@ -1,8 +1,9 @@
 """Is a result right? One judgement for the conformance tool, the tests of backends and third parties.
 
 The rule: a result's relative error (the root of its NMSE, the float64 reference's energy below) is at most twice that
-of an independent low-precision computation of the same inputs plus a rounding band, and never over a fixed ceiling.
-The same holds row by row, so that one wrong row in thousands can't hide in the sum. Moved elements are exact.
+of an independent low-precision computation of the same inputs plus a rounding band, and never over a fixed ceiling. Of
+several such computations the root mean square counts, so that no lucky one decides. The same holds row by row, so that
+one wrong row in thousands can't hide in the sum. Moved elements are exact.
 """
 
 from __future__ import annotations
@@ -155,7 +156,8 @@ def judge(
     low: npt.ArrayLike,
     rule: str | Precision | None = None,
 ) -> Verdict:
-    """Judges a result. All three in torch's shape and as numbers; expected: float64; low: the low-precision one.
+    """Judges a result. All three in torch's shape and as numbers; expected: float64; low: the low-precision one, or
+    several, which differ by what no rule fixes (an order of adding up), along a first dimension.
 
     rule: what was computed in, a key of PRECISIONS or figures of one's own, if it is not precision() of the node.
 
@@ -171,23 +173,24 @@ def judge(
     special = _special(node, a, e)
     if special is not None:
         return special
-    unrounded = np.asarray(low, np.float64)
-    if node.dtype.is_float8 and low is not None:
+    draws = np.asarray(low, np.float64)
+    unrounded = draws = np.broadcast_to(draws, (draws.shape[0] if draws.ndim > e.ndim else 1, *e.shape))
+    if node.dtype.is_float8:
         # As both are when they are stored: what is too large becomes the largest number, and low is rounded.
         largest = FLOATS8[node.dtype.name].largest
-        e, low = np.clip(e, -largest, largest), float8.decode(float8.encode(low, node.dtype), node.dtype)
+        e, draws = np.clip(e, -largest, largest), float8.decode(float8.encode(draws, node.dtype), node.dtype)
     finite = np.isfinite(e)
     a, e = np.where(finite, a, 0.0), np.where(finite, e, 0.0)
     error = np.abs(a - e)
     worst = tuple(int(i) for i in np.unravel_index(int(error.argmax()), error.shape))[::-1]
     allowed = rule if isinstance(rule, Precision) else PRECISIONS[rule or tolerance(node)]
-    figures = _Figures(node, allowed, error, e, np.where(finite, np.asarray(low, np.float64), 0.0))
+    figures = _Figures(node, allowed, error, e, np.where(finite, draws, 0.0))
     message = figures.why_wrong(worst, a, e)
     if not message and reads_float8(node):
         message = judge_share(node, a, e).message
     if not message and allowed.bias is not None:
         band = PRECISIONS[precision(node)].band
-        message = why_biased(node, a, e, np.broadcast_to(unrounded, e.shape), allowed.bias, band)
+        message = why_biased(node, a, e, unrounded[0], allowed.bias, band)
     return Verdict(not message, message, figures.nmse, figures.limit, float(error.max()), worst)
 
 
@@ -215,7 +218,7 @@ def _special(node: Tensor, a: Floats, e: Floats) -> Verdict | None:
 
 
 class _Figures:
-    """Errors of a result and of the low-precision one, over all and by row."""
+    """Errors of a result and of the low-precision ones, over all and by row; low: [draws, *shape]."""
 
     def __init__(self, node: Tensor, rule: Precision, error: Floats, expected: Floats, low: Floats) -> None:
         self.node, self.rule, self.error = node, rule, error
@@ -224,7 +227,7 @@ class _Figures:
             self.low_error = np.nan_to_num(np.abs(low - expected), nan=np.inf, posinf=np.inf)
         self.rms = math.sqrt(float(self.energy.sum()) / max(error.size, 1))
         self.nmse = _ratio(float((error**2).sum()), float(self.energy.sum()))
-        low_nmse = _ratio(float((self.low_error**2).sum()), float(self.energy.sum()))
+        low_nmse = _ratio(float((self.low_error**2).sum()) / len(low), float(self.energy.sum()))
         self.limit = min(2.0 * math.sqrt(low_nmse) + self.rule.band, self.rule.ceiling) ** 2
 
     def rows(self, error: Floats) -> Floats:
@@ -235,7 +238,8 @@ class _Figures:
 
     def why_wrong(self, worst: tuple[int, ...], a: Floats, e: Floats) -> str:
         actual_rows = self.rows(self.error)
-        row_limit = ROW_FACTOR * float(self.rows(self.low_error).max()) + self.rule.band
+        worst_rows = self.rows(self.low_error).reshape(len(self.low_error), -1).max(1)
+        row_limit = ROW_FACTOR * math.sqrt(float((worst_rows**2).mean())) + self.rule.band
         row_limit = min(row_limit, ROW_CEILING * self.rule.ceiling)
         if self.nmse > self.limit:
             what = f"NMSE {self.nmse:.3g} over {self.limit:.3g}"

@@ -44,6 +44,21 @@ def low(node: Tensor, sources: list[T | None], rounded: str | None = None) -> T:
     return result.to(kind).to(torch.float64)
 
 
+#: Ops in which exp makes a score's rounding an error of a whole weight, so that few weights decide how far a result is
+#: off, and one order of adding up says little of another: they are drawn so often.
+DRAWN = {"FLASH_ATTN_BACK": back.flash_attn_back, "FLASH_ATTN_VARLEN_BACK": back.flash_attn_varlen_back}
+DRAWS = 16
+
+
+def lows(node: Tensor, sources: list[T | None], rounded: str | None = None) -> T:
+    """Results of a node in low precision, [draws, *shape]: low() alone, or where only float32's order of adding up is
+    between a result and the exact one, and it matters, DRAWS orders, in each of which terms are added one by one."""
+    if node.op not in DRAWN or precision(node) != "f32":
+        return low(node, sources, rounded)[None]
+    orders = map(back.drawn_order, range(DRAWS))
+    return torch.stack([DRAWN[node.op](_rounding(node), node, *sources, order=order) for order in orders]).double()
+
+
 def why_not_rounded(node: Tensor, rounded: str) -> str | None:
     """None if a backend may say that it rounds a node's activations so, else a sentence why not.
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import reduce
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +18,8 @@ from graphrt.tensor import Tensor
 
 T = torch.Tensor
 Round = Callable[[T], T]
+#: The order in which so many terms are added up, one by one.
+Order = Callable[[int], Sequence[int]]
 
 
 def of_forward(function: Callable[[T], T], a: T, d: T) -> T:
@@ -114,23 +117,45 @@ def opt_step_adamw(node: Tensor, a: T, m: T, v: T, hyper: T) -> T:
     return found
 
 
-def in_order(rows: T, others: T) -> T:
+def drawn_order(draw: int) -> Order:
+    """A random one, of the number of the draw: the same on every machine."""
+    return lambda n: torch.randperm(n, generator=torch.Generator().manual_seed(1_000_003 * draw + n)).tolist()
+
+
+def in_order(rows: T, others: T, order: Order | None = None) -> T:
     """Products [s, h, i, j] of all rows [s, h, i, D] with all others [s, h, j, D], added up in one order on every
-    processor, as a kernel's loop does: a library's order, and with it the error that is allowed, is the processor's."""
+    processor, as a kernel's loop does: a library's order, and with it the error that is allowed, is the processor's.
+    order: None for eights as they lie."""
+    if order is not None:
+        each = (rows[..., d, None] * others[..., None, :, d] for d in order(rows.shape[-1]))
+        return reduce(torch.add, each)
     total = torch.zeros((*rows.shape[:3], others.shape[2]))
     for a, b in zip(torch.split(rows, 8, -1), torch.split(others, 8, -1)):
         total = total + torch.einsum("shid,shjd->shij", a, b)
     return total
 
 
+def _times(weights: T, rows: T, order: Order | None) -> T:
+    """Weights [s, h, i, j] times rows [s, h, j, D]."""
+    if order is not None:
+        return in_order(weights, rows.transpose(-1, -2), order)
+    return torch.einsum("shij,shjd->shid", weights, rows)
+
+
+def _delta(d_out: T, out: T, order: Order | None) -> T:
+    terms = d_out * out
+    return terms.sum(-1) if order is None else reduce(torch.add, terms[..., order(terms.shape[-1])].unbind(-1))
+
+
 def attention_back(
     of: str, p: object, d_out: T, q: T, k: T, v: T, out: T, lse: T, d_lse: T | None, added: T, sinks: T | None,
-    rounded: Round, bias: T | None = None,
+    rounded: Round, bias: T | None = None, order: Order | None = None,
 ) -> T:  # fmt: skip
     """q [s, h, n_q, D]; k, v [s, g, n_kv, D]; out, d_out [s, h, n_q, D_v]; lse, d_lse [s, h, n_q]; added: slope * mask,
-    -inf where nothing is seen. Products in the type that the operands suggest, as kernels have them."""
+    -inf where nothing is seen. Products in the type that the operands suggest, as kernels have them. order: of all sums
+    but those over heads; None as in_order() has it, or the library."""
     per = q.shape[1] // k.shape[1]
-    hidden, delta = torch.isneginf(added), (d_out * out).sum(-1)
+    hidden, delta = torch.isneginf(added), _delta(d_out, out, order)
     delta = delta if d_lse is None else delta - d_lse
     dead = torch.isneginf(lse)
     lse = torch.where(dead, 0.0, lse)
@@ -140,7 +165,7 @@ def attention_back(
         return -(share * delta).sum((0, 2))
     seen = ~hidden.all(2).all(1)
     k, v = (torch.where(seen[:, None, :, None], rounded(t), 0.0).repeat_interleave(per, 1) for t in (k, v))
-    s = in_order(rounded(q), k) * p.scale  # type: ignore[attr-defined]
+    s = in_order(rounded(q), k, order) * p.scale  # type: ignore[attr-defined]
     cap = p.softcap  # type: ignore[attr-defined]
     bend = torch.tanh(s / cap) if cap else torch.zeros(())
     s = bend * cap if cap else s
@@ -156,17 +181,16 @@ def attention_back(
         keep = torch.from_numpy(kept(rate, p.seed, p.offset, w.shape))  # type: ignore[attr-defined]
         factor = keep.float() / (1.0 - left_out(rate))
     if of == "v":
-        each = torch.einsum("shij,shid->shjd", rounded(w * factor), rounded(d_out))
-        return _shared(each, per)
-    d_w = in_order(rounded(d_out), v) * factor
+        return _shared(_times(rounded(w * factor).transpose(-1, -2), rounded(d_out), order), per)
+    d_w = in_order(rounded(d_out), v, order) * factor
     d_s = w * (d_w - delta[..., None])
     if of == "attn_bias":
         return d_s
     slope = torch.where(w == 0.0, 0.0, slope) if function is not None else 1.0
     d_s = rounded(d_s * (1.0 - bend * bend) * slope * p.scale)  # type: ignore[attr-defined]
     if of == "q":
-        return torch.einsum("shij,shjd->shid", d_s, k)
-    return _shared(torch.einsum("shij,shid->shjd", d_s, rounded(q)), per)
+        return _times(d_s, k, order)
+    return _shared(_times(d_s.transpose(-1, -2), rounded(q), order), per)
 
 
 def _shared(each: T, per: int) -> T:
@@ -175,7 +199,7 @@ def _shared(each: T, per: int) -> T:
 
 def flash_attn_back(
     rounded: Round, node: Tensor, d_out: T, q: T, k: T, v: T, out: T, lse: T, mask: T | None = None,
-    sinks: T | None = None, attn_bias: T | None = None, d_lse: T | None = None,
+    sinks: T | None = None, attn_bias: T | None = None, d_lse: T | None = None, order: Order | None = None,
 ) -> T:  # fmt: skip
     n_seq, n_head, n_q, _ = q.shape
     p, n_kv = node.params.attn, k.shape[2]
@@ -188,7 +212,7 @@ def flash_attn_back(
     assert rows[0] is not None
     found = attention_back(
         node.params.of, p, d_out.transpose(1, 2), q, k, v, out.transpose(1, 2), rows[0], rows[1], added, sinks,
-        rounded, bias,
+        rounded, bias, order,
     )  # fmt: skip
     if node.params.of == "attn_bias":
         b3, b2 = node.shape[:2]
@@ -202,7 +226,7 @@ def _tile(mask: T, n_seq: int, n_head: int) -> T:
 
 def flash_attn_varlen_back(
     rounded: Round, node: Tensor, d_out: T, q: T, k: T, v: T, out: T, lse: T, q_starts: T, k_starts: T,
-    sinks: T | None = None, d_lse: T | None = None,
+    sinks: T | None = None, d_lse: T | None = None, order: Order | None = None,
 ) -> T:  # fmt: skip
     """All sequences at once: a key is hidden from the queries of others."""
     p, n_q, n_k = node.params.attn, q.shape[2], k.shape[2]
@@ -223,5 +247,7 @@ def flash_attn_varlen_back(
     nobody = (of_q > last)[None, None]
     d_out, out = (t.transpose(1, 2).masked_fill(nobody[..., None], 0.0) for t in (d_out, out))
     d_rows = None if rows[1] is None else rows[1].masked_fill(nobody, 0.0)
-    found = attention_back(node.params.of, p, d_out, q, k, v, out, rows[0], d_rows, added, sinks, rounded)
+    found = attention_back(
+        node.params.of, p, d_out, q, k, v, out, rows[0], d_rows, added, sinks, rounded, order=order
+    )
     return found.reshape(node.shape)

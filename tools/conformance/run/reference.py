@@ -17,7 +17,7 @@ from graphrt.judge import Verdict, judge, judge_equal, judge_order, judge_writte
 from graphrt.op import op_spec
 from graphrt.tensor import Tensor
 from graphrt.testing import Case, Inputs, dequantize
-from graphrt.tools.conformance.run.lowprec import low
+from graphrt.tools.conformance.run.lowprec import lows
 
 Array = npt.NDArray[np.generic]
 #: Ops whose results have one right set of bits.
@@ -52,7 +52,7 @@ def raw_bytes(values: torch.Tensor) -> npt.NDArray[np.uint8]:
 @dataclass
 class Known:
     """expected: what the node must hold, as numbers. stored: the same as stored, where bytes decide. low: the
-    low-precision result, None where nothing is rounded. values: what indices point into, for an op that orders.
+    low-precision results, [draws, *shape], None where nothing is rounded. values: what indices point into, for an op that orders.
     rounded: what low rounds activations to, None: to what the node's types suggest."""
 
     expected: Array
@@ -98,7 +98,7 @@ def know(inputs: Inputs, rounded: str | None = None) -> Known:
         stored = raw_bytes(encode(result, node.dtype)).view(host_type(node.dtype))
         return Known(expected, stored.reshape(node.shape))
     decoded = [None if s is None or t is None else decode(s, t.dtype, torch.float32) for s, t in zip(sources, node.src)]
-    return Known(expected, low=low(node, decoded, rounded).numpy(), rounded=rounded)
+    return Known(expected, low=lows(node, decoded, rounded).numpy(), rounded=rounded)
 
 
 def _source(t: Tensor | None, memory: dict[Tensor, npt.NDArray[np.uint8]]) -> torch.Tensor | None:
