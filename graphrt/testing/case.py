@@ -65,13 +65,17 @@ def grid(base: A, axes: Mapping[str, Sequence[object]], exclude: Mapping[str, Ca
 
 
 class Inputs:
-    """Makes the inputs of one case and remembers their values: calling it adds an input leaf."""
+    """Makes the inputs of one case and remembers their values: calling it adds an input leaf.
+
+    node: what is judged. beside: nodes of the same inputs that its graph computes too, which a backend may join with it.
+    """
 
     def __init__(self, case: str, seed: int) -> None:
         self.case = case
         self.seed = seed
         self.values: dict[Tensor, AnyArray] = {}
         self.node: Tensor | None = None
+        self.beside: list[Tensor] = []
 
     def __call__(self, name: str, dt: str, ne: Sequence[int], init: Init | None = None) -> Tensor:
         """An input leaf of that type and shape, filled by `init`: without it floats in -1..1, integers below 1000."""
@@ -95,7 +99,8 @@ class Inputs:
         return self.node
 
     def graph(self) -> Graph:
-        return Graph(self.result)
+        """The result comes last."""
+        return Graph(*self.beside, self.result)
 
     def fill(self, exe: Executable) -> None:
         """Writes every input."""

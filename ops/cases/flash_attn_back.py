@@ -28,7 +28,7 @@ class Axes:
     """One point. heads: of q, and of k and v; d: D_k and D_v; type: of k and v. mask: None, causal, window, random, or
     per_head; empty: so many of the first and last rows see nothing; bias: dimensions 2 and 3 of attn_bias, None for
     none; layout: plain, or cache (heads inside rows, NaN in cells that nobody sees); size: of d_out's numbers;
-    score: a name of scores.py's SCORES."""
+    score: a name of scores.py's SCORES; together: the graph has the gradients of all other sources as well."""
 
     of: str
     n_q: int = 5
@@ -49,6 +49,7 @@ class Axes:
     layout: str = "plain"
     size: float = 1.0
     score: str | None = None
+    together: bool = False
 
 
 def _points() -> Iterator[Axes]:
@@ -90,6 +91,18 @@ def _points() -> Iterator[Axes]:
         yield replace(base, type=kind, d=(576, 512), heads=(2, 1), n_q=3)
         yield replace(base, type=kind, d=(256, 256), heads=(2, 1), mask="causal", n_q=33)
     yield replace(base, dropout_p=0.1, softcap=2.0, max_bias=4.0, sinks=True, bias=(2, 1), d_lse=True, n_seq=2)
+    yield from _together_points(replace(base, together=True))
+
+
+def _together_points(base: Axes) -> Iterator[Axes]:
+    """Kernels that make several gradients at once, and those that make what others left: of each type, with and
+    without what is added to logits."""
+    yield replace(base, bias=(2, 1), n_seq=2, sinks=True)
+    large = replace(base, n_q=140, n_kv=208, n_seq=2, d=(64, 64), mask=None, bias=(2, 1), bias_type="f16")
+    yield from (replace(large, type="f16"), replace(large, type="bf16"), replace(large, type="bf16", bias_type="bf16"))
+    yield replace(large, type="bf16", d=(128, 128), dropout_p=0.3, bias=(1, 2))
+    yield replace(large, type="f16", d=(256, 256), n_q=70, heads=(2, 1), n_seq=1, bias=(1, 1))
+    yield replace(base, type="bf16", n_q=140, n_kv=208, d=(128, 128), mask="causal", sinks=True, d_lse=True)
 
 
 def _long_points(base: Axes) -> Iterator[Axes]:
@@ -118,9 +131,13 @@ def _long_points(base: Axes) -> Iterator[Axes]:
 
 def axes_of_cases() -> Iterator[Axes]:
     for point in _points():
-        for of in ("q", "k", "v", "attn_bias", "sinks"):
-            if (of != "attn_bias" or point.bias) and (of != "sinks" or point.sinks):
-                yield replace(point, of=of)
+        for of in _sources(point):
+            yield replace(point, of=of)
+
+
+def _sources(axes: Axes) -> list[str]:
+    """Those that have a gradient."""
+    return ["q", "k", "v", *(["attn_bias"] if axes.bias else []), *(["sinks"] if axes.sinks else [])]
 
 
 def _lse(axes: Axes) -> Init:
@@ -164,10 +181,13 @@ def _make(axes: Axes, i: Inputs) -> Tensor:
     params = FlashAttnParams(
         d_k**-0.5, axes.max_bias, axes.softcap, axes.dropout_p, 2**33 + 9, 5, score=text, score_numbers=numbers
     )  # fmt: skip
-    return flash_attn_back(
-        axes.of, d_out, q, k, v, out, i("lse", "f32", rows, lse), params, mask=mask, sinks=sinks, attn_bias=bias,
-        d_lse=i("d_lse", "f32", rows) if axes.d_lse else None,
+    of_source = partial(
+        flash_attn_back, d_out=d_out, q=q, k=k, v=v, out=out, lse=i("lse", "f32", rows, lse), params=params, mask=mask,
+        sinks=sinks, attn_bias=bias, d_lse=i("d_lse", "f32", rows) if axes.d_lse else None,
     )  # fmt: skip
+    if axes.together:
+        i.beside = [of_source(other) for other in _sources(axes) if other != axes.of]
+    return of_source(axes.of)
 
 
 @dataclass(frozen=True)
@@ -185,7 +205,8 @@ class Hidden:
 
 @dataclass(frozen=True)
 class Packed:
-    """One point of packed sequences: first queries and first keys of each, the last of them the ends."""
+    """One point of packed sequences: first queries and first keys of each, the last of them the ends. together: as of
+    Axes."""
 
     of: str
     q_starts: tuple[int, ...] = (0, 3, 3, 4, 20)
@@ -199,6 +220,7 @@ class Packed:
     max_bias: float = 0.0
     sinks: bool = False
     d_lse: bool = False
+    together: bool = False
 
 
 def _packed_points() -> Iterator[Packed]:
@@ -213,13 +235,17 @@ def _packed_points() -> Iterator[Packed]:
     large = Packed("q", (0, 130, 131, 131, 300), (0, 200, 205, 206, 340), (2, 1), (128, 128), "f16")
     yield from (large, replace(large, causal=False, type="bf16"), replace(large, window=70, softcap=5.0))
     yield from (replace(large, d=(64, 64), max_bias=8.0), replace(large, d=(64, 64), window=40, causal=False))
+    yield from (replace(large, sinks=True, together=True), replace(base, type="bf16", together=True))
 
 
 def _packed_cases() -> Iterator[Case]:
     for point in _packed_points():
-        for of in ("q", "k", "v", "sinks"):
-            if of != "sinks" or point.sinks:
-                yield packed_case(replace(point, of=of))
+        for of in _packed_sources(point):
+            yield packed_case(replace(point, of=of))
+
+
+def _packed_sources(axes: Packed) -> list[str]:
+    return ["q", "k", "v", *(["sinks"] if axes.sinks else [])]
 
 
 def _make_packed(axes: Packed, i: Inputs) -> Tensor:
@@ -234,9 +260,15 @@ def _make_packed(axes: Packed, i: Inputs) -> Tensor:
     params = FlashAttnVarlenParams(d_k**-0.5, axes.max_bias, axes.softcap, axes.causal, axes.window)
     d_lse = i("d_lse", "f32", (n_head, n_q)) if axes.d_lse else None
     lse = i("lse", "f32", (n_head, n_q), Uniform(2.0, 4.0))
-    return flash_attn_varlen_back(
-        axes.of, d_out, q, k, v, out, lse, starts[0], starts[1], params, sinks=sinks, d_lse=d_lse
-    )  # fmt: skip
+
+    def of_source(of: str) -> Tensor:
+        return flash_attn_varlen_back(
+            of, d_out, q, k, v, out, lse, starts[0], starts[1], params, sinks=sinks, d_lse=d_lse
+        )
+
+    if axes.together:
+        i.beside = [of_source(other) for other in _packed_sources(axes) if other != axes.of]
+    return of_source(axes.of)
 
 
 def as_case(axes: Axes) -> Case:
@@ -248,7 +280,10 @@ def as_case(axes: Axes) -> Case:
 
 def packed_case(axes: Packed) -> Case:
     """The same of packed sequences."""
-    return Case("FLASH_ATTN_VARLEN_BACK", asdict(axes), partial(_make_packed, axes))
+    shown = asdict(axes)
+    if not axes.together:
+        del shown["together"]
+    return Case("FLASH_ATTN_VARLEN_BACK", shown, partial(_make_packed, axes))
 
 
 def _cases() -> Iterator[Case]:

@@ -98,7 +98,8 @@ class Guarded:
         return buffer, span(t, offset + t.view_offs, buffer.nbytes)[0]
 
     def _compile(self, place: Callable[[Tensor], Place]) -> Program:
-        region = Region(self.nodes, lambda t: t.root is self.node.root)
+        kept = {t.root for t in self.graph.outputs}
+        region = Region(self.nodes, lambda t: t.root in kept)
         return self.backend.compile(self.backend.fuse(region), place)
 
     def reset(self) -> None:

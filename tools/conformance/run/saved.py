@@ -83,7 +83,9 @@ def load_failure(path: Path) -> Inputs:
         if not made or made[-1].is_leaf or op_spec(made[-1].op).is_view:
             raise GraphError("$.graph must end in an op that computes, it does not; save the case anew")
         inputs.node = made[-1]
-        graph = Graph(inputs.node)
+        read = {s for t in made for s in (*t.src, t.view_src)}
+        inputs.beside = [t for t in made[:-1] if not t.is_leaf and t not in read]
+        graph = inputs.graph()
         check_budget(graph, path.stat().st_size)
         needed = set(graph.leafs)
         for i, leaf in enumerate(t for t in made if t.is_leaf):
