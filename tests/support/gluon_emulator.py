@@ -12,6 +12,7 @@ import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import torch
 from triton.experimental.gluon._runtime import GluonJITFunction
@@ -24,7 +25,7 @@ from support.ptx_arithmetic import E4M3, run_ptx
 _GAP = 256
 _TYPES = {
     "int8": np.int8, "int16": np.int16, "int32": np.int32, "int64": np.int64, "fp16": np.float16, "fp32": np.float32,
-    "uint32": np.uint32, "int1": np.bool_, "uint8": np.uint8, "fp8e4nv": np.uint8,
+    "uint32": np.uint32, "int1": np.bool_, "uint8": np.uint8, "fp8e4nv": np.uint8, "bf16": ml_dtypes.bfloat16,
 }  # fmt: skip
 
 
@@ -268,7 +269,8 @@ class Shared:
 
     @property
     def dtype(self) -> Any:
-        name = {1: "int8", 2: "fp16", 4: "fp32", 8: "int64"}[self.data.itemsize]
+        two = "bf16" if self.data.dtype == ml_dtypes.bfloat16 else "fp16"
+        name = {1: "int8", 2: two, 4: "fp32", 8: "int64"}[self.data.itemsize]
         return types.SimpleNamespace(name=name, primitive_bitwidth=8 * self.data.itemsize)
 
     def load(self, layout: Any) -> Value:
@@ -380,6 +382,7 @@ class Gl:
         for name in ("int8", "int16", "int32", "uint32", "int64", "float16", "float32"):
             bits = int(name.strip("uintfloa"))
             setattr(self, name, types.SimpleNamespace(name=name.replace("float", "fp"), primitive_bitwidth=bits))
+        self.bfloat16 = types.SimpleNamespace(name="bf16", primitive_bitwidth=16)
         self.float8e4nv = types.SimpleNamespace(name="fp8e4nv", primitive_bitwidth=8)
 
     def pointer_type(self, kind: Any) -> types.SimpleNamespace:
@@ -574,9 +577,9 @@ def rebuilt(kernel: GluonJITFunction, replaced: dict[str, Any]) -> Callable[...,
 
 
 def product(a: Value, b: Value, acc: Value) -> Value:
-    """A matrix unit's: operands of f16 or codes of e4m3, sums in f32."""
-    assert a.data.dtype == b.data.dtype and a.data.dtype in (np.float16, np.uint8)
-    x, y = (v.data.astype(np.float64) if v.data.dtype == np.float16 else float8.decode(v.data, E4M3) for v in (a, b))
+    """A matrix unit's: operands of f16, of bf16 or codes of e4m3, sums in f32."""
+    assert a.data.dtype == b.data.dtype and a.data.dtype in (np.float16, ml_dtypes.bfloat16, np.uint8)
+    x, y = (float8.decode(v.data, E4M3) if v.data.dtype == np.uint8 else v.data.astype(np.float64) for v in (a, b))
     return Value((acc.data + np.matmul(x, y)).astype(np.float32))
 
 

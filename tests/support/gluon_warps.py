@@ -325,16 +325,17 @@ class Descriptor:
     def __init__(self, desc: Any, memory: Memory) -> None:
         pointer = memory.pointer(desc.base)
         start, kind = int(pointer.data), pointer.unit
-        strides = [n * kind().itemsize for n in desc.strides]
+        strides = [n * np.dtype(kind).itemsize for n in desc.strides]
         assert desc.strides[-1] == 1 and all(n % 16 == 0 for n in strides[:-1])
         self.data = np.lib.stride_tricks.as_strided(
-            memory.bytes[start : start + kind().itemsize].view(kind), desc.shape, strides
+            memory.bytes[start : start + np.dtype(kind).itemsize].view(kind), desc.shape, strides
         )
         self.layout = None
-        name = "fp8e4nv" if desc.base.dtype == torch.float8_e4m3fn else np.dtype(kind).name.replace("float", "fp")
-        self.dtype = types.SimpleNamespace(name=name, primitive_bitwidth=8 * kind().itemsize)
+        name = "fp8e4nv" if desc.base.dtype == torch.float8_e4m3fn else np.dtype(kind).name
+        name = name.replace("bfloat", "bf").replace("float", "fp")
+        self.dtype = types.SimpleNamespace(name=name, primitive_bitwidth=8 * np.dtype(kind).itemsize)
         self.block_shape = list(desc.block_shape)
-        self.block_type = types.SimpleNamespace(nbytes=int(np.prod(desc.block_shape)) * kind().itemsize)
+        self.block_type = types.SimpleNamespace(nbytes=int(np.prod(desc.block_shape)) * np.dtype(kind).itemsize)
 
 
 class Sums:
