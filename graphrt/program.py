@@ -303,6 +303,11 @@ class Program:
     def compile_ahead(self) -> None:
         """(optional) Begins to compile what the first run would, inside Backend.compiling()."""
 
+    def kept_nbytes(self) -> int:
+        """(optional) Bytes that it keeps from run to run beside the memory it was given, such as weights in another
+        form."""
+        return 0
+
     def redone(self) -> int:
         """(optional) How many pieces of results it has computed twice so far: a backend's fastest kernel may leave what
         it can't do (values that are not finite, say) to another one. The conformance tool holds it against the inputs,

@@ -145,14 +145,16 @@ class TritonBackend(Backend):
         from graphrt.backends.triton.context import Context
         from graphrt.backends.triton.fuse import wanted_fusions
         from graphrt.backends.triton.kernels.flash_attn.launcher import Launcher
+        from graphrt.backends.triton.kernels.products.kept import kept_nbytes
         from graphrt.backends.triton.kernels.rope import ROPE_CACHE_ATTENTION
         from graphrt.backends.triton.lowering import lower
 
         appends = ROPE_CACHE_ATTENTION in wanted_fusions(self.exact)
         attention = Launcher(self.target, place, self.schedule, self.config, self.backward, appends)
         with current(self.target.device):
-            segments = lower(groups, Context(place, self.target, self.exact), attention)
-        return Captured(segments, self.target, self.capture, attention.scratch.redone)
+            ctx = Context(place, self.target, self.exact)
+            segments = lower(groups, ctx, attention)
+        return Captured(segments, self.target, self.capture, attention.scratch.redone, kept_nbytes(ctx))
 
     @contextmanager
     def compiling(self, threads: int) -> Iterator[None]:

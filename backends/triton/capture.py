@@ -28,12 +28,13 @@ class Captured(Program):
 
     Every address that the steps use must stay valid, and every length that changes must be read from device memory.
     capture: False runs the launches as they are each time. A target that is not here is only planned for; calling
-    raises BackendError then. redone: int32 [1] each, what redone() adds up.
+    raises BackendError then. redone: int32 [1] each, what redone() adds up. kept: bytes of weights that lie there once more.
     """
 
     def __init__(
-        self, segments: Sequence[Segment], target: Target, capture: bool = True, redone: Sequence[torch.Tensor] = ()
-    ) -> None:
+        self, segments: Sequence[Segment], target: Target, capture: bool = True, redone: Sequence[torch.Tensor] = (),
+        kept: int = 0,
+    ) -> None:  # fmt: skip
         self.launches = [step for segment in segments for step in segment.steps]
         super().__init__([segment.group for segment in segments], in_order(self.launches))
         self.segments = list(segments)
@@ -42,6 +43,7 @@ class Captured(Program):
         self.warm = False
         self.graph: torch.cuda.CUDAGraph | None = None
         self._redone = list(redone)
+        self._kept = kept
 
     @property
     def steps(self) -> list[StepInfo]:
@@ -77,6 +79,9 @@ class Captured(Program):
                 for launch in self.launches:
                     if isinstance(launch, Launch):
                         launch.compile_ahead()
+
+    def kept_nbytes(self) -> int:
+        return self._kept
 
     def redone(self) -> int:
         """How many tiles of attention were done again by the portable kernel, in all runs so far. Waits for them."""

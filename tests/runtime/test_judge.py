@@ -68,6 +68,18 @@ def test_a_row_may_be_off_by_three_times_the_worst_low_one(factor: float, ok: bo
     assert judge(node, actual, _ones(4096), _ones(4096) * (1 + low)).ok is ok
 
 
+@pytest.mark.parametrize("factor, ok", [(0.97, True), (1.03, False)])
+@pytest.mark.parametrize("one_row", [False, True])
+def test_of_several_low_ones_the_root_mean_square_counts(factor: float, ok: bool, one_row: bool) -> None:
+    """A lucky one (0) does not make the limit smaller than it is on average, an unlucky one not as large as itself."""
+    node = ops.sqr(new_input("f32", 64, 4096, name="a"))
+    lows = np.array([0.0, 2.0**-20, 2.0**-19, 2.0**-20]).reshape(4, 1, 1, 1, 1)
+    mean = float(np.sqrt(np.square(lows).mean()))
+    actual = _ones(4096)
+    actual[0, 0, slice(9, 10) if one_row else slice(None)] *= 1 + factor * ((3 if one_row else 2) * mean + F32.band)
+    assert judge(node, actual, _ones(4096), _ones(4096) * (1 + lows)).ok is ok
+
+
 @pytest.mark.parametrize("energy, ok", [(2.0**-6, False), (2.0**-24, True)])
 def test_a_small_row_counts_and_one_that_cancels_out_does_not(energy: float, ok: bool) -> None:
     """Both are off by 2**-16 of their own size, over what a row may be here, 1.6 * 2**-18; one of them counts."""

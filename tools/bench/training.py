@@ -16,7 +16,7 @@ from graphrt.tools.bench.machine import on_gpu
 from graphrt.tools.bench.model import WARM_UP_STEPS, Source, seconds
 from graphrt.tools.bench.model_check import WHOLE, Checked
 from graphrt.tools.memory.lifetimes import arenas_of
-from graphrt.tools.memory.report import arena_report
+from graphrt.tools.memory.report import arena_report, kept_by_backend
 
 if TYPE_CHECKING:
     from graphrt.models.model import Model
@@ -65,12 +65,13 @@ def check(source: Source, model: Model, lora: LoraOptions) -> Checked:
 
 
 def memory_of(model: Model, trainer: Trainer) -> dict[str, int]:
-    """Bytes of the weights, of what is trained with the optimizer's state, and of the arenas of a step."""
+    """Bytes of the weights, of those kept in f16 beside them, of what is trained with the optimizer's state, and of the
+    arenas of a step."""
     arenas = [arena_report(arena) for arena in arenas_of(trainer.exe)]
     trained = sum(3 * leaf.nbytes for x in trainer.adapters for leaf in (x.a, x.b))
     return {
         "weights": model.weights.nbytes, "trained": trained, "arenas": sum(x.arena.nbytes for x in arenas),
-        "without_reuse": sum(x.alone for x in arenas),
+        "kept": sum(kept_by_backend(trainer.exe).values()), "without_reuse": sum(x.alone for x in arenas),
     }  # fmt: skip
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from graphrt.backend import Usage
 from graphrt.execute import Executable
@@ -65,12 +65,14 @@ class ArenaReport:
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """The plan of a subject. steps: what runs, in order."""
+    """The plan of a subject. steps: what runs, in order. kept: what backends keep from run to run beside all else, by
+    the backend: weights in f16 (--keep-weights)."""
 
     weights: tuple[Row, ...]
     cache: tuple[Row, ...]
     arenas: tuple[ArenaReport, ...]
     steps: tuple[Step, ...]
+    kept: dict[str, int] = field(default_factory=dict)
 
     @property
     def wrong(self) -> list[Violation]:
@@ -88,7 +90,17 @@ def report(subject: Subject) -> MemoryReport:
         rows([(_kind(t, subject), t) for t in states]),
         arenas,
         steps_of(exe),
+        kept_by_backend(exe),
     )
+
+
+def kept_by_backend(exe: Executable) -> dict[str, int]:
+    """Bytes that programs keep beside weights, cache and arenas, of each backend that keeps any."""
+    kept: dict[str, int] = {}
+    for split in exe.splits:
+        if nbytes := split.run.kept_nbytes():
+            kept[split.backend.id] = kept.get(split.backend.id, 0) + nbytes
+    return kept
 
 
 # ---- weights and cache ----

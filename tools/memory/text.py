@@ -49,6 +49,8 @@ def lines(
     yield from _bound("cache", "cache", report.cache)
     if subject.pages:
         yield from (*subject.pages, "")
+    for backend, nbytes in report.kept.items():
+        yield from (f"kept by {backend}: {human_bytes(nbytes)}, weights in f16 (--keep-weights)", "")
     for arena in report.arenas:
         yield from _arena(arena, report.steps)
     yield from _verdict(report)
@@ -150,6 +152,7 @@ def as_json(
         "n_ctx": holder.n_ctx if (holder := subject.session or subject.engine) is not None else 0,
         "weights": [asdict(row) for row in report.weights],
         "cache": [asdict(row) for row in report.cache],
+        "kept": report.kept,
         "arenas": [_arena_json(arena) for arena in report.arenas],
         "steps": [asdict(step) for step in report.steps],
         "violations": [{"rule": v.rule, "tensors": [asdict(x) for x in v.tensors]} for v in report.wrong],

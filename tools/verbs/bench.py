@@ -52,7 +52,7 @@ COLUMNS = (
     "llama.cpp t/s", "ratio", "dense t/s", "of dense", "ms a step", "memory", "torch t/s", "of torch",
 )  # fmt: skip
 #: Of a step's memory: what it takes at once.
-TAKEN = ("weights", "trained", "arenas")
+TAKEN = ("weights", "kept", "trained", "arenas")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

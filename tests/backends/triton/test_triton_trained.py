@@ -13,6 +13,7 @@ from graphrt.backends.triton import device
 from graphrt.errors import BackendError
 from graphrt.tensor import new_tensor
 from graphrt.testing import nmse, quantize
+from graphrt.tools.memory.report import kept_by_backend
 
 if device.unusable() is not None:
     pytest.skip(f"the triton backend can't be used here: {device.unusable()}", allow_module_level=True)
@@ -64,6 +65,8 @@ def _run(keep: str, monkeypatch: pytest.MonkeyPatch) -> tuple[list[np.ndarray], 
         exe.write(x, np.random.default_rng(run).standard_normal((N, K)).astype(np.float32))
         exe.run()
         found += [np.array(exe.read(t)) for t in (*outs, total)]
+    # Rows of both weights and of both adapters, of K and as many columns as rows of adapters, in whole lines of 64.
+    assert kept_by_backend(exe) == ({"triton": 2 * (sum(ROWS) + 2 * RANK) * 128} if keep != "0" else {})
     return found, [launch.name for step in split.run.steps for launch in step.launches]
 
 

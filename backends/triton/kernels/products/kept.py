@@ -76,6 +76,11 @@ def kept_before(weights: Sequence[Tensor], n_more: int, ctx: Context) -> Stack |
     return found if found is not None and found.memory.shape[0] == found.starts[-1] + n_more else None
 
 
+def kept_nbytes(ctx: Context) -> int:
+    """What all weights of a split that are kept so take."""
+    return sum(found.memory.nbytes for found in ctx.shared.values() if isinstance(found, Stack))
+
+
 def _left(ctx: Context) -> int:
     """Bytes that may still be kept."""
     if "left for f16" not in ctx.shared:
