@@ -28,7 +28,8 @@ class Captured(Program):
 
     Every address that the steps use must stay valid, and every length that changes must be read from device memory.
     capture: False runs the launches as they are each time. A target that is not here is only planned for; calling
-    raises BackendError then. redone: int32 [1] each, what redone() adds up. kept: bytes of weights that lie there once more.
+    raises BackendError then. redone: int32 [1] each, what redone() adds up. kept: bytes of weights that lie
+    there once more.
     """
 
     def __init__(

@@ -67,7 +67,8 @@ def grid(base: A, axes: Mapping[str, Sequence[object]], exclude: Mapping[str, Ca
 class Inputs:
     """Makes the inputs of one case and remembers their values: calling it adds an input leaf.
 
-    node: what is judged. beside: nodes of the same inputs that its graph computes too, which a backend may join with it.
+    node: what is judged. beside: nodes of the same inputs that its graph computes too, which a backend may join with
+    it.
     """
 
     def __init__(self, case: str, seed: int) -> None:

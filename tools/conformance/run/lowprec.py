@@ -46,7 +46,9 @@ def low(node: Tensor, sources: list[T | None], rounded: str | None = None) -> T:
 
 #: Ops in which exp makes a score's rounding an error of a whole weight, so that few weights decide how far a result is
 #: off, and one order of adding up says little of another: they are drawn so often.
-DRAWN = {"FLASH_ATTN_BACK": back.flash_attn_back, "FLASH_ATTN_VARLEN_BACK": back.flash_attn_varlen_back}
+DRAWN: dict[str, Callable[..., T]] = {
+    "FLASH_ATTN_BACK": back.flash_attn_back, "FLASH_ATTN_VARLEN_BACK": back.flash_attn_varlen_back
+}  # fmt: skip
 DRAWS = 16
 
 

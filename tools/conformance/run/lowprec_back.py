@@ -247,7 +247,5 @@ def flash_attn_varlen_back(
     nobody = (of_q > last)[None, None]
     d_out, out = (t.transpose(1, 2).masked_fill(nobody[..., None], 0.0) for t in (d_out, out))
     d_rows = None if rows[1] is None else rows[1].masked_fill(nobody, 0.0)
-    found = attention_back(
-        node.params.of, p, d_out, q, k, v, out, rows[0], d_rows, added, sinks, rounded, order=order
-    )
+    found = attention_back(node.params.of, p, d_out, q, k, v, out, rows[0], d_rows, added, sinks, rounded, order=order)
     return found.reshape(node.shape)

@@ -52,8 +52,8 @@ def raw_bytes(values: torch.Tensor) -> npt.NDArray[np.uint8]:
 @dataclass
 class Known:
     """expected: what the node must hold, as numbers. stored: the same as stored, where bytes decide. low: the
-    low-precision results, [draws, *shape], None where nothing is rounded. values: what indices point into, for an op that orders.
-    rounded: what low rounds activations to, None: to what the node's types suggest."""
+    low-precision results, [draws, *shape], None where nothing is rounded. values: what indices point into, for an op
+    that orders. rounded: what low rounds activations to, None: to what the node's types suggest."""
 
     expected: Array
     stored: Array | None = None
