@@ -112,11 +112,11 @@ def add_step(
     # Many queries, or a soft cap and a mask, leave too few registers for weights of 32 bits beside the products under
     # way; a mask of many queries, or of positions, or with what else takes some, too few for both products at once.
     cols: gl.constexpr = p.spec.block_m
-    narrow: gl.constexpr = (p.spec.has_softcap and masked) or p.spec.has_dropout or p.spec.stored or p.spec.block_m > 64
+    narrow: gl.constexpr = ((p.spec.has_softcap and masked) or p.spec.has_dropout or p.spec.stored or p.spec.block_m > 64) and not p.spec.try_wide
     early: gl.constexpr = (
         p.spec.of_k
         and not p.spec.has_softcap
-        and not (masked and (p.spec.has_dropout or p.spec.stored or p.spec.block_m > 64 or p.spec.packed))
+        and not (masked and (p.spec.has_dropout or (p.spec.stored and not p.spec.try_early) or p.spec.block_m > 64 or p.spec.packed))
     )
     d_w = s
     if early:
@@ -151,7 +151,7 @@ def add_step(
         d_s = score_gradients(bent, d_w, ratio, delta[None, :], partial).to(k.dtype)
         grads = as_left(d_s, d)
         if p.spec.stored:
-            store_scores(stored, d_s, seq, head, key, query)
+            store_scores(p, stored, d_s, seq, head, key, query)
         dk = warpgroup_mma(grads, q_ring.operand(step), dk, is_async=True)
         dk, dv, left, grads = warpgroup_mma_wait(0, [dk, dv, left, grads])
     else:
@@ -187,7 +187,7 @@ def add_up(p, tiles, rings, dk_out, dv_out, stored, wg: gl.constexpr):
         place = (seq, head, key, p.mask_factor(head), ratio)
         unmasked = 0 if p.spec.dense else n_full * steps
         for i in range(n_full * steps):
-            query = p.first_query(start, i) if p.spec.has_dropout or p.spec.dense else 0
+            query = p.first_query(start, i) if p.spec.has_dropout or p.spec.dense or p.spec.stored else 0
             dk, dv = add_step(p, (k, v), rings, place, dk, dv, done + i, query, masks + i, False, wg, stored)
         if p.spec.has_mask:
             for i in range(n_full * steps, n_all * steps):

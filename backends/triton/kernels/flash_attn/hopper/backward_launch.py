@@ -14,6 +14,7 @@ from graphrt.backends.triton.kernels.flash_attn.hopper.backward_fused import hop
 from graphrt.backends.triton.kernels.flash_attn.hopper.backward_keys import hopper_attn_back_keys
 from graphrt.backends.triton.kernels.flash_attn.hopper.backward_queries import hopper_attn_back_queries
 from graphrt.backends.triton.kernels.flash_attn.hopper.backward_rows import WEIGHT_BITS
+from graphrt.backends.triton.kernels.flash_attn.hopper import backward_specs
 from graphrt.backends.triton.kernels.flash_attn.hopper.backward_specs import (
     N_WG,
     PLAN_QUERIES,
@@ -108,6 +109,7 @@ class Given:
             d=self.d, block_m=c.block_m, block_n=c.block_n, stages=c.stages, has_mask=self.mask is not None,
             has_softcap=self.softcap != 0.0, has_alibi=self.slopes is not None, weight=2.0**-bits,
             mask_vec=self.mask_vec, has_dropout=self.kept is not None, dense=self.dense,
+            tries=tuple(sorted(backward_specs.TRY)),
         )  # fmt: skip
 
     def common(self, section: int) -> dict[str, Any]:
@@ -190,14 +192,15 @@ def queries_launch(
 
 
 def room_for_scores(n_seq: int, n_head: int, n_q: int, n_kv: int) -> tuple[int, int, int, int]:
-    """The shape of the memory of dS^T, whose rows begin on 16 bytes."""
-    return n_seq, n_head, n_kv, -(-n_q // 8) * 8
+    """The shape of the memory of dS^T: for each block of queries of a head [n_kv, PLAN_QUERIES], so that what a tile
+    stores or reads lies in one piece."""
+    return n_seq, n_head * -(-n_q // PLAN_QUERIES), n_kv, PLAN_QUERIES
 
 
 def stored_launch(
     x: Given, counts: torch.Tensor, blocks: torch.Tensor, seen: torch.Tensor, dq: torch.Tensor, scores: torch.Tensor,
 ) -> Launch:  # fmt: skip
-    """queries_launch where dS^T [n_seq, n_head, n_kv, n_q] lies in memory."""
+    """queries_launch where dS^T lies in memory, as room_for_scores() has it."""
     c = x.config("stored")
     n_seq, n_head, n_q, _ = x.q.shape
     gqa, n_kv = n_head // x.k.shape[1], x.k.shape[2]

@@ -28,7 +28,7 @@ def produce_scores(p, k_desc, s_desc, rings):
     _n_full, n_all, start = p.key_visits(seq, head, qt)
     for j in range(n_all):
         key = p.key_block(start, j) * p.spec.block_n
-        s_ring.fill(s_desc, seq, head, key, qt * LISTED, j)
+        s_ring.fill(s_desc, seq, head * p.query_blocks() + qt, key, 0, j)
         k_ring.fill(k_desc, seq, head // p.gqa, key, j)
 
 
@@ -58,7 +58,8 @@ def add_up_scores(p, rings, dq_out, wg: gl.constexpr):
     for j in range(n_full, n_all):
         s_ring.wait_full(j)
         k_ring.wait_full(j)
-        clear_hidden_keys(p, k_ring.operand(j), start, p.key_block(start, j))
+        if p.spec.has_mask:
+            clear_hidden_keys(p, k_ring.operand(j), start, p.key_block(start, j))
         dq = add_product(rings, dq, j, wg)
     first = (seq * p.n_head + head).to(gl.int64) * p.n_q * d
     store_rows(dq_out + first, qt * LISTED + 64 * wg, p.n_q, dq, p.unscaled_scores(), d)

@@ -19,14 +19,14 @@ from graphrt.backends.triton.kernels.flash_attn.hopper.backward_launch import (
     room_for_scores,
     stored_launch,
 )
-from graphrt.backends.triton.kernels.flash_attn.hopper.backward_specs import N_WG, STORED
+from graphrt.backends.triton.kernels.flash_attn.hopper.backward_specs import N_WG, PLAN_QUERIES, STORED
 from graphrt.backends.triton.kernels.flash_attn.mask_plan import MaskPlan
 from graphrt.backends.triton.launch import Launch, launch_options
 
 #: Bytes that gradients of scores may take; attentions of one size have them in the same memory in turn.
 MOST_BYTES = 2**30
 #: Queries and keys that a program of attention_back_bias_sum takes.
-QUERIES, KEYS = 128, 32
+QUERIES, KEYS = PLAN_QUERIES, 32
 
 
 class HopperStored(HopperGradient):
@@ -37,13 +37,17 @@ class HopperStored(HopperGradient):
     own = "keys"
 
     def serves(self) -> str | None:
-        if not {"k", "attn_bias"} <= {*self.of}:
+        from graphrt.backends.triton.kernels.flash_attn.hopper import backward_specs
+        worth = ("stored" in backward_specs.TRY and (self.p.params.softcap or self.dense)) or "allstored" in backward_specs.TRY
+        if worth and {"q", "k"} <= {*self.of}:
+            pass
+        elif not {"k", "attn_bias"} <= {*self.of}:
             return "it makes the gradients of k and of an attn_bias together, they are not both wanted"
         if (reason := super().serves()) is not None:
             return reason
         if self.p.d[0] not in STORED:
             return f"heads must be of {', '.join(map(str, STORED))}, they are of {self.p.d[0]}"
-        if self.p.params.softcap:
+        if self.p.params.softcap and "attn_bias" in self.of:
             return "a soft cap's gradients of scores are not those of the bias"
         n = 2 * math.prod(self._room)
         if n > MOST_BYTES:
@@ -68,21 +72,28 @@ class HopperStored(HopperGradient):
         room, _ = shared.once(
             ("scores", self._room, p.kind), lambda: (shared.empty(*self._room, kind=KINDS[p.kind]), [])
         )
-        scores = room[..., : p.n_q]
-        found, made = plans.columns(p, self.tiling, shared, self.dense)
-        plan, _ = plans.mask_plan(p, self.tiling, shared, self.dense)
-        steps += [*made, keys_launch(x, found.counts, found.columns, self._result("k"), self._result("v"), scores)]
+        counts = columns = None
+        if p.mask_t is not None:
+            found, made = plans.columns(p, self.tiling, shared, self.dense)
+            plan, _ = plans.mask_plan(p, self.tiling, shared, self.dense)
+            counts, columns = found.counts, found.columns
+            steps += made
+        else:
+            plan = None
+        steps.append(keys_launch(x, counts, columns, self._result("k"), self._result("v"), room))
         if (dq := self._result("q")) is not None:
-            assert plan.counts is not None and plan.blocks is not None and plan.seen is not None
-            steps.append(stored_launch(x, plan.counts, plan.blocks, plan.seen, dq, scores))
-        return [*steps, self._sum(room, plan, x.scales)]
+            of = (plan.counts, plan.blocks, plan.seen) if plan is not None else (None,) * 3
+            steps.append(stored_launch(x, *of, dq, room))
+        if "attn_bias" in self.of:
+            steps.append(self._sum(room, plan, x.scales))
+        return steps
 
     def _sum(self, room: torch.Tensor, plan: MaskPlan, scales: torch.Tensor) -> Launch:
         p, d_bias, t = self.p, self._result("attn_bias"), self.tiling
         assert d_bias is not None and plan.kinds is not None
         args = {
             "p_scores": room, "p_kinds": plan.kinds, "p_scales": scales, "p_result": d_bias, "n_q": p.n_q,
-            "n_kv": p.n_kv, "eights": room.shape[3] // 8, "n_head": p.n_head, "n_seq": p.n_seq, "b2": p.m2, "b3": p.m3,
+            "n_kv": p.n_kv, "n_head": p.n_head, "n_seq": p.n_seq, "b2": p.m2, "b3": p.m3,
             "kind_groups": t.mask_groups, "n_qt": t.n_qt, "n_blocks": t.n_blocks,
             "QUERIES": QUERIES, "KEYS": KEYS, "TILE": t.block_m, "BLOCK": t.block_n, "PDL": self.target.has_pdl,
         }  # fmt: skip
