@@ -211,14 +211,14 @@ def add_up(p, tiles, rings, dk_out, dv_out, stored, wg: gl.constexpr):
 @gluon.jit(do_not_specialize=NUMBERS)
 def hopper_attn_back_keys(
     q_desc, o_desc, k_desc, v_desc, mask_desc, s_desc, rows, mask, counts, blocks, slopes, scales, kept, dk, dv, scale,
-    softcap, sm_t, sm_h, sm_s, mask_heads, mask_seqs, mask_groups, n_seq, n_head, gqa, n_q, n_kv, section, inverse,
+    softcap, sm_t, sm_h, sm_s, mask_heads, mask_seqs, mask_groups, n_seq, n_head, gqa, n_q, n_kv, section, first_head, inverse,
     spec: gl.constexpr,
 ):  # fmt: skip
     """dk, dv: f32 [n_seq, n_head_kv, n_kv, d], written, None for one that nobody asked for. s_desc: of dS^T [n_seq,
     n_head, n_kv, n_q] of 16 bits, times scales[1], None unless it is stored: of blocks that are visited."""
     p = GradientWork(
         spec, rows, mask, counts, blocks, None, slopes, scales, kept, scale, softcap, sm_t, sm_h, sm_s, mask_heads,
-        mask_seqs, mask_groups, n_seq, n_head, gqa, n_q, n_kv, section, inverse,
+        mask_seqs, mask_groups, n_seq, n_head, gqa, n_q, n_kv, section, first_head, inverse,
     )  # fmt: skip
     dtype: gl.constexpr = k_desc.dtype
     layout: gl.constexpr = tile_shared_layout(dtype, 4)

@@ -71,8 +71,8 @@ def store_scores(p, stored, d_s, seq, head, key, query):
     tile.reshape([tile.shape[2], tile.shape[3]]).store(d_s)
     fence_async_shared()
     gl.thread_barrier()
-    block = head * p.query_blocks() + query // LISTED
-    tma.async_copy_shared_to_global(s_desc, [seq, block, key, query % LISTED], tile)
+    block = p.scores_block(seq, head, query // LISTED)
+    tma.async_copy_shared_to_global(s_desc, [0, block, key, query % LISTED], tile)
 
 
 @gluon.jit

@@ -28,7 +28,7 @@ def produce_scores(p, k_desc, s_desc, rings):
     _n_full, n_all, start = p.key_visits(seq, head, qt)
     for j in range(n_all):
         key = p.key_block(start, j) * p.spec.block_n
-        s_ring.fill(s_desc, seq, head * p.query_blocks() + qt, key, 0, j)
+        s_ring.fill(s_desc, 0, p.scores_block(seq, head, qt), key, 0, j)
         k_ring.fill(k_desc, seq, head // p.gqa, key, j)
 
 
@@ -69,13 +69,13 @@ def add_up_scores(p, rings, dq_out, wg: gl.constexpr):
 @gluon.jit(do_not_specialize=NUMBERS)
 def hopper_attn_back_stored(
     k_desc, s_desc, counts, blocks, seen, scales, dq, scale, softcap, sm_t, sm_h, sm_s, mask_heads, mask_seqs,
-    mask_groups, n_seq, n_head, gqa, n_q, n_kv, section, inverse, spec: gl.constexpr,
+    mask_groups, n_seq, n_head, gqa, n_q, n_kv, section, first_head, inverse, spec: gl.constexpr,
 ):  # fmt: skip
     """dq: f32 [n_seq, n_head, n_q, d], written; s_desc: of dS^T, see hopper_attn_back_keys; counts, blocks, seen: the
     mask's plan. The others: see GradientWork."""
     p = GradientWork(
         spec, None, None, counts, blocks, seen, None, scales, None, scale, softcap, sm_t, sm_h, sm_s, mask_heads,
-        mask_seqs, mask_groups, n_seq, n_head, gqa, n_q, n_kv, section, inverse,
+        mask_seqs, mask_groups, n_seq, n_head, gqa, n_q, n_kv, section, first_head, inverse,
     )  # fmt: skip
     dtype: gl.constexpr = k_desc.dtype
     k_ring = make_ring(dtype, spec.d, spec.n_wg, spec)

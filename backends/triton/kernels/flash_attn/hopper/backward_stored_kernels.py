@@ -29,6 +29,14 @@ MOST_BYTES = 2**30
 QUERIES, KEYS = PLAN_QUERIES, 32
 
 
+def most_bytes():
+    from graphrt.backends.triton.kernels.flash_attn.hopper import backward_specs
+    for name in backward_specs.TRY:
+        if name.startswith("most"):
+            return int(name[4:]) << 20
+    return MOST_BYTES
+
+
 class HopperStored(HopperGradient):
     """backward_keys.py, which stores dS, backward_stored.py and backward_bias_sum.py, which read it."""
 
@@ -49,14 +57,27 @@ class HopperStored(HopperGradient):
             return f"heads must be of {', '.join(map(str, STORED))}, they are of {self.p.d[0]}"
         if self.p.params.softcap and "attn_bias" in self.of:
             return "a soft cap's gradients of scores are not those of the bias"
-        n = 2 * math.prod(self._room)
-        if n > MOST_BYTES:
+        if (heads := self._heads_at_once) == 0 or ("attn_bias" in self.of and heads < self._n_heads):
+            n = (self._n_heads if heads else 1) * self._head_bytes
             return f"gradients of scores may take {MOST_BYTES:,} bytes, here they would take {n:,}"
         return None
 
     @property
-    def _room(self) -> tuple[int, int, int, int]:
-        return room_for_scores(self.p.n_seq, self.p.n_head, self.p.n_q, self.p.n_kv)
+    def _n_heads(self) -> int:
+        """KV heads of all sequences."""
+        return self.p.n_seq * self.p.n_head // self.p.gqa
+
+    @property
+    def _head_bytes(self) -> int:
+        """What gradients of scores of a KV head's heads take."""
+        p = self.p
+        return 2 * math.prod(room_for_scores(p.gqa, p.n_q, p.n_kv))
+
+    @property
+    def _heads_at_once(self) -> int:
+        """Of so many KV heads gradients of scores lie in memory at a time, equally many where that can be."""
+        at_most = most_bytes() // self._head_bytes
+        return 0 if at_most == 0 else -(-self._n_heads // -(-self._n_heads // at_most))
 
     @property
     def tiles(self) -> str:
@@ -67,24 +88,23 @@ class HopperStored(HopperGradient):
         )
 
     def launches(self, shared: Shared) -> list[Step]:
-        p = self.p
         x, steps = self._given(shared)
-        room, _ = shared.once(
-            ("scores", self._room, p.kind), lambda: (shared.empty(*self._room, kind=KINDS[p.kind]), [])
-        )
-        counts = columns = None
+        p, at_once = self.p, self._heads_at_once
+        size = room_for_scores(at_once * p.gqa, p.n_q, p.n_kv)
+        room, _ = shared.once(("scores", size, p.kind), lambda: (shared.empty(*size, kind=KINDS[p.kind]), []))
+        plan, by_key, by_query = None, (None, None), (None, None, None)
         if p.mask_t is not None:
             found, made = plans.columns(p, self.tiling, shared, self.dense)
             plan, _ = plans.mask_plan(p, self.tiling, shared, self.dense)
-            counts, columns = found.counts, found.columns
+            by_key, by_query = (found.counts, found.columns), (plan.counts, plan.blocks, plan.seen)
             steps += made
-        else:
-            plan = None
-        steps.append(keys_launch(x, counts, columns, self._result("k"), self._result("v"), room))
-        if (dq := self._result("q")) is not None:
-            of = (plan.counts, plan.blocks, plan.seen) if plan is not None else (None,) * 3
-            steps.append(stored_launch(x, *of, dq, room))
-        if "attn_bias" in self.of:
+        dq, dk, dv = map(self._result, "qkv")
+        for first in range(0, self._n_heads, at_once):
+            heads = range(first, min(first + at_once, self._n_heads))
+            steps.append(keys_launch(x, *by_key, dk, dv, room, heads))
+            if dq is not None:
+                steps.append(stored_launch(x, *by_query, dq, room, heads))
+        if plan is not None and "attn_bias" in self.of:
             steps.append(self._sum(room, plan, x.scales))
         return steps
 
