@@ -13,9 +13,7 @@ from graphrt.backends.triton.kernels.flash_attn.mask import SKIP
 
 
 @accesses(reads="p_scores p_kinds p_scales", writes="p_result")
-@triton.jit(
-    do_not_specialize=["n_q", "n_kv", "n_head", "n_seq", "b2", "b3", "kind_groups", "n_qt", "n_blocks"]
-)
+@triton.jit(do_not_specialize=["n_q", "n_kv", "n_head", "n_seq", "b2", "b3", "kind_groups", "n_qt", "n_blocks"])
 def attention_back_bias_sum(
     p_scores, p_kinds, p_scales, p_result, n_q, n_kv, n_head, n_seq, b2, b3, kind_groups, n_qt, n_blocks,
     QUERIES: tl.constexpr, KEYS: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
@@ -23,9 +21,9 @@ def attention_back_bias_sum(
     """result f32 [b3, b2, n_q, n_kv]: dS over scales[1], summed over the heads and sequences that share an element,
     sequence by sequence. Program (i, j, b): KEYS keys of QUERIES queries of a bias.
 
-    scores: dS^T of 16 bits [n_seq, n_head, blocks of QUERIES, n_kv, QUERIES]; kinds: int32 [b3, kind_groups, n_qt, n_blocks], mask.py's
-    of tiles of TILE queries and BLOCK keys, whole numbers of QUERIES and KEYS: of tiles that nobody sees, dS is not
-    there and counts as 0.
+    scores: dS^T of 16 bits [n_seq, n_head, blocks of queries, n_kv, QUERIES]; kinds: int32 [b3, kind_groups, n_qt,
+    n_blocks], mask.py's of tiles of TILE queries and BLOCK keys, whole numbers of QUERIES and KEYS: of tiles that
+    nobody sees, dS is not there and counts as 0.
     """
     take_turn(PDL)
     i_qt, i_kb, i_b = tl.program_id(0), tl.program_id(1), tl.program_id(2)

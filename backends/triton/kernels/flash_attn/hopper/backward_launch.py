@@ -14,7 +14,6 @@ from graphrt.backends.triton.kernels.flash_attn.hopper.backward_fused import hop
 from graphrt.backends.triton.kernels.flash_attn.hopper.backward_keys import hopper_attn_back_keys
 from graphrt.backends.triton.kernels.flash_attn.hopper.backward_queries import hopper_attn_back_queries
 from graphrt.backends.triton.kernels.flash_attn.hopper.backward_rows import WEIGHT_BITS
-from graphrt.backends.triton.kernels.flash_attn.hopper import backward_specs
 from graphrt.backends.triton.kernels.flash_attn.hopper.backward_specs import (
     N_WG,
     PLAN_QUERIES,
@@ -33,6 +32,7 @@ from graphrt.backends.triton.kernels.flash_attn.hopper.launch import (
     strides_in,
 )
 from graphrt.backends.triton.kernels.flash_attn.hopper.specs import WG_ROWS
+from graphrt.backends.triton.kernels.flash_attn.mask_plan import MaskPlan
 from graphrt.backends.triton.launch import Launch
 
 #: Registers of a thread at launch: an even share of all, the producer's group included.
@@ -109,11 +109,10 @@ class Given:
             d=self.d, block_m=c.block_m, block_n=c.block_n, stages=c.stages, has_mask=self.mask is not None,
             has_softcap=self.softcap != 0.0, has_alibi=self.slopes is not None, weight=2.0**-bits,
             mask_vec=self.mask_vec, has_dropout=self.kept is not None, dense=self.dense,
-            tries=tuple(sorted(x for x in backward_specs.TRY if 'stored' not in x and 'most' not in x and 'q128' not in x)),
         )  # fmt: skip
 
     def common(self, section: int, first_head: int = 0) -> dict[str, Any]:
-        """Arguments of both. section: heads whose programs run side by side; first_head: the first that a launch has."""
+        """Arguments of both. section: heads whose programs run side by side; first_head: the launch's first one."""
         given = {"rows": self.rows, "mask": self.mask, "slopes": self.slopes, "scales": self.scales}
         return given | self.numbers() | {"section": section, "first_head": first_head}
 
@@ -194,21 +193,20 @@ def queries_launch(
 
 
 def room_for_scores(n_head: int, n_q: int, n_kv: int) -> tuple[int, int, int, int]:
-    """The shape of the memory of dS^T: for each block of queries of a head [n_kv, PLAN_QUERIES], so that what a tile
-    stores or reads lies in one piece."""
+    """The shape of the memory of dS^T of so many heads of Q, head by head: for each block of queries [n_kv,
+    PLAN_QUERIES], so that what a tile stores or reads lies in one piece."""
     return 1, n_head * -(-n_q // PLAN_QUERIES), n_kv, PLAN_QUERIES
 
 
 def stored_launch(
-    x: Given, counts: torch.Tensor | None, blocks: torch.Tensor | None, seen: torch.Tensor | None, dq: torch.Tensor,
-    scores: torch.Tensor, heads: range,
+    x: Given, plan: MaskPlan | None, dq: torch.Tensor, scores: torch.Tensor, heads: range,
 ) -> Launch:  # fmt: skip
     """queries_launch where dS^T lies in memory, as room_for_scores() has it, for these KV heads."""
     c = x.config("stored")
     n_q, gqa = x.q.shape[2], x.q.shape[1] // x.k.shape[1]
     args = x.common(side_by_side(x, x.k.shape[2], gqa), heads.start * gqa) | {
         "k_desc": x.box(x.k, c.block_n), "s_desc": box_descriptor(scores, c.block_n, WG_ROWS, idle=scores.stride(2)),
-        "counts": counts, "blocks": blocks, "seen": seen, "dq": dq, "spec": x.spec(c),
+        **{name: getattr(plan, name, None) for name in ("counts", "blocks", "seen")}, "dq": dq, "spec": x.spec(c),
     }  # fmt: skip
     for name in ("rows", "mask", "slopes"):
         del args[name]

@@ -10,8 +10,6 @@ from graphrt.backends.triton.kernels.flash_attn.hopper.specs import WG_ROWS
 PLAN_QUERIES = 128
 #: Warpgroups that multiply.
 N_WG = 2
-import os
-TRY = frozenset(filter(None, os.environ.get("GS_TRY", "").split(",")))
 
 
 @dataclass(frozen=True)
@@ -56,20 +54,7 @@ class GradientSpec:
     window: bool = False
     #: As half.py's kernels have them, whose parts ask: heads are not packed, nothing is quantized.
     pack: int = 1
-    tries: tuple = ()
     k_kind: str = ""
-
-    def tried(self, name):
-        return name in self.tries
-
-    @property
-    def try_pack32(self): return 32 if 'pack32' in self.tries else 16 if 'pack16' in self.tries else 8
-    @property
-    def try_wide(self): return 'wide' in self.tries
-    @property
-    def try_early(self): return 'early' in self.tries
-    @property
-    def try_bend(self): return 'bend' in self.tries
 
     @property
     def of_queries(self) -> Buffers:
@@ -162,7 +147,4 @@ def crowded(own: str, softcap: float, dropout: float, dense: bool) -> bool:
 def config_of(own: str, d: int, is_crowded: bool) -> GradientConfig:
     """The configuration of the kernels that own "keys", "queries", tiles of a "bias", keys, and make all ("fused"), or
     queries, and read dS ("stored")."""
-    c = TABLES[own][is_crowded][d]
-    if own == "queries" and is_crowded and d == 128 and "q128" in TRY:
-        c = GradientConfig(block_m=128, block_n=128, stages=2)
-    return c
+    return TABLES[own][is_crowded][d]

@@ -1,9 +1,9 @@
 """The gradient of Q for Hopper (sm_90) from gradients of scores that lie in memory, in Gluon.
 
-Where a bias has a gradient, the kernel of keys stores dS^T (backward_keys.py): what is added up over the heads that
-share the bias is there then, and what the gradient of Q is made of, so that nobody makes scores a second time. A thread
-block owns 128 queries of a head: two warpgroups (the consumers) have 64 each, and their sums in registers. One warp
-(the producer) brings blocks of K and of dS^T by TMA:
+Where a soft cap, ALiBi or a bias makes scores dear, the kernel of keys stores dS^T (backward_keys.py), and nobody makes
+scores a second time for the gradient of Q. What a bias's gradient is summed up from is there too. A thread block owns
+128 queries of a head: two warpgroups (the consumers) have 64 each, and their sums in registers. One warp (the producer)
+brings blocks of K and of dS^T by TMA:
 
     dQ += (dS^T)^T K                    (wgmma, both operands in shared memory)
 """
@@ -71,8 +71,8 @@ def hopper_attn_back_stored(
     k_desc, s_desc, counts, blocks, seen, scales, dq, scale, softcap, sm_t, sm_h, sm_s, mask_heads, mask_seqs,
     mask_groups, n_seq, n_head, gqa, n_q, n_kv, section, first_head, inverse, spec: gl.constexpr,
 ):  # fmt: skip
-    """dq: f32 [n_seq, n_head, n_q, d], written; s_desc: of dS^T, see hopper_attn_back_keys; counts, blocks, seen: the
-    mask's plan. The others: see GradientWork."""
+    """dq: f32 [n_seq, n_head, n_q, d], written; s_desc: of dS^T, see room_for_scores() in backward_launch.py; counts,
+    blocks, seen: the mask's plan, None without a mask. The others: see GradientWork."""
     p = GradientWork(
         spec, None, None, counts, blocks, seen, None, scales, None, scale, softcap, sm_t, sm_h, sm_s, mask_heads,
         mask_seqs, mask_groups, n_seq, n_head, gqa, n_q, n_kv, section, first_head, inverse,

@@ -1,5 +1,5 @@
-"""Hopper's kernels of attention's gradients where a bias has one too, for the launcher: gradients of scores are made
-once and lie in memory."""
+"""Hopper's kernels of attention's gradients where scores are dear or a bias has a gradient too, for the launcher:
+gradients of scores are made once and lie in memory."""
 
 from __future__ import annotations
 
@@ -29,14 +29,6 @@ MOST_BYTES = 2**30
 QUERIES, KEYS = PLAN_QUERIES, 32
 
 
-def most_bytes():
-    from graphrt.backends.triton.kernels.flash_attn.hopper import backward_specs
-    for name in backward_specs.TRY:
-        if name.startswith("most"):
-            return int(name[4:]) << 20
-    return MOST_BYTES
-
-
 class HopperStored(HopperGradient):
     """backward_keys.py, which stores dS, backward_stored.py and backward_bias_sum.py, which read it."""
 
@@ -45,12 +37,11 @@ class HopperStored(HopperGradient):
     own = "keys"
 
     def serves(self) -> str | None:
-        from graphrt.backends.triton.kernels.flash_attn.hopper import backward_specs
-        worth = ("stored" in backward_specs.TRY and (self.p.params.softcap or self.dense)) or "allstored" in backward_specs.TRY
-        if worth and {"q", "k"} <= {*self.of}:
-            pass
-        elif not {"k", "attn_bias"} <= {*self.of}:
-            return "it makes the gradients of k and of an attn_bias together, they are not both wanted"
+        if "k" not in self.of or not ("attn_bias" in self.of or ("q" in self.of and self._pays)):
+            return (
+                "it makes gradients of k together with an attn_bias's, or with q's where a soft cap, ALiBi or a bias "
+                "makes scores dear; they are not wanted"
+            )
         if (reason := super().serves()) is not None:
             return reason
         if self.p.d[0] not in STORED:
@@ -61,6 +52,11 @@ class HopperStored(HopperGradient):
             n = (self._n_heads if heads else 1) * self._head_bytes
             return f"gradients of scores may take {MOST_BYTES:,} bytes, here they would take {n:,}"
         return None
+
+    @property
+    def _pays(self) -> bool:
+        """Whether it takes longer to make gradients of scores twice than to store and read them."""
+        return self.p.params.softcap != 0.0 or self.dense
 
     @property
     def _n_heads(self) -> int:
@@ -76,7 +72,7 @@ class HopperStored(HopperGradient):
     @property
     def _heads_at_once(self) -> int:
         """Of so many KV heads gradients of scores lie in memory at a time, equally many where that can be."""
-        at_most = most_bytes() // self._head_bytes
+        at_most = MOST_BYTES // self._head_bytes
         return 0 if at_most == 0 else -(-self._n_heads // -(-self._n_heads // at_most))
 
     @property
@@ -92,18 +88,18 @@ class HopperStored(HopperGradient):
         p, at_once = self.p, self._heads_at_once
         size = room_for_scores(at_once * p.gqa, p.n_q, p.n_kv)
         room, _ = shared.once(("scores", size, p.kind), lambda: (shared.empty(*size, kind=KINDS[p.kind]), []))
-        plan, by_key, by_query = None, (None, None), (None, None, None)
+        plan = counts = columns = None
         if p.mask_t is not None:
             found, made = plans.columns(p, self.tiling, shared, self.dense)
             plan, _ = plans.mask_plan(p, self.tiling, shared, self.dense)
-            by_key, by_query = (found.counts, found.columns), (plan.counts, plan.blocks, plan.seen)
+            counts, columns = found.counts, found.columns
             steps += made
         dq, dk, dv = map(self._result, "qkv")
         for first in range(0, self._n_heads, at_once):
             heads = range(first, min(first + at_once, self._n_heads))
-            steps.append(keys_launch(x, *by_key, dk, dv, room, heads))
+            steps.append(keys_launch(x, counts, columns, dk, dv, room, heads))
             if dq is not None:
-                steps.append(stored_launch(x, *by_query, dq, room, heads))
+                steps.append(stored_launch(x, plan, dq, room, heads))
         if plan is not None and "attn_bias" in self.of:
             steps.append(self._sum(room, plan, x.scales))
         return steps

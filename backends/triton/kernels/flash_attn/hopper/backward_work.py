@@ -76,8 +76,8 @@ class GradientWork:
 
     @gluon.jit
     def place(self, n):
-        """(head of the launch, its tile) of a program, each head having n tiles: `section` heads at a time, all first tiles of
-        these, then all second ones."""
+        """(head of the launch, its tile) of a program, each head having n tiles: `section` heads at a time, all first
+        tiles of these, then all second ones."""
         i = gl.program_id(0)
         first = i // (n * self.section) * self.section
         rest = i - first * n
