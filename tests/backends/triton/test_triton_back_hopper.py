@@ -177,7 +177,7 @@ def test_heads_in_parts_have_the_same_bits(part: str, monkeypatch: pytest.Monkey
 
 def test_a_bias_s_sum_has_all_heads_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     case = next(c for c in CASES if ",bias=" in str(c) and "d=[128,128]" in str(c))
-    monkeypatch.setattr(backward_stored_kernels, "MOST_BYTES", 2 * 256 * 208)
+    monkeypatch.setattr(backward_stored_kernels, "MOST_BYTES", 2 * 2 * 256 * 208)
     of = back_emulation.chosen(case, ("q", "k", "v"))
     assert [kernel.name for kernel in of.kernels] == ["hopper_stored"]
     of = back_emulation.chosen(case, ("q", "k", "v", "attn_bias"))
