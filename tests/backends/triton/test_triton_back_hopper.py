@@ -37,6 +37,11 @@ OF_BF16 = [
 ]  # fmt: skip
 
 
+def _stored(case: Case) -> bool:
+    """Whether gradients of scores are stored where all are wanted: of these scores are dear, or a bias's is one."""
+    return "d=[256,256]" not in str(case) and any(f",{x}=" in str(case) for x in ("softcap", "max_bias", "bias"))
+
+
 def _check(found: np.ndarray, expected: np.ndarray, bits: int = 11) -> None:
     """Operands, weights and gradients of scores have so many bits."""
     assert np.isfinite(found).all()
@@ -48,7 +53,7 @@ def test_all_gradients_at_once(case: Case) -> None:
     """K's and V's come of one launch."""
     has_bias = ",bias=" in str(case) and "d=[256,256]" not in str(case)  # of these the portable kernel makes it
     chosen, ran, pairs = back_emulation.run(case, ("q", "k", "v", "attn_bias")[: 3 + has_bias], seed=len(str(case)))
-    wanted = ["hopper_stored"] if has_bias else ["hopper_keys", "hopper_queries"]
+    wanted = ["hopper_stored"] if _stored(case) else ["hopper_keys", "hopper_queries"]
     assert [kernel.name for kernel in chosen.kernels] == wanted, chosen.refused
     assert len([name for name in ran if name.startswith("hopper")]) == 2, ran
     for found, expected in pairs:
@@ -60,16 +65,17 @@ def test_all_gradients_at_once_of_bf16(case: Case) -> None:
     """Stored gradients of scores are bf16 too, beside a bias of another type."""
     has_bias = ",bias=" in str(case)
     chosen, _, pairs = back_emulation.run(case, ("q", "k", "v", "attn_bias")[: 3 + has_bias], seed=len(str(case)))
-    assert (chosen.kernels[0].name == "hopper_stored") == has_bias, chosen.refused
+    assert (chosen.kernels[0].name == "hopper_stored") == _stored(case), chosen.refused
     for found, expected in pairs:
         _check(found, expected, bits=8)
 
 
 @pytest.mark.parametrize("of", ["q", "k", "v"])
-@pytest.mark.parametrize("case", CASES[:2] + CASES[-2:], ids=str)
+@pytest.mark.parametrize("case", [*CASES[:2], *filter(_stored, CASES), *CASES[-2:]], ids=str)
 def test_one_by_itself(case: Case, of: str) -> None:
     _, ran, pairs = back_emulation.run(case, (of,), seed=7)
-    assert len([name for name in ran if name.startswith("hopper")]) == 1, ran
+    own = [name for name in ran if name.startswith("hopper")]
+    assert len(own) == 1 and "stored" not in own[0], ran
     _check(*pairs[0])
 
 
@@ -169,6 +175,30 @@ def test_gradients_of_scores_that_take_too_much_are_not_stored(monkeypatch: pyte
     chosen = back_emulation.chosen(case, ("q", "k", "v", "attn_bias"))
     assert [kernel.name for kernel in chosen.kernels] == ["hopper_keys", "hopper_queries", "hopper_bias"]
     assert "gradients of scores may take 1,000 bytes, here they would take" in chosen.refused["hopper_stored"]
+
+
+@pytest.mark.parametrize("part", ["mask=per_head,softcap", "empty=2,max_bias", "mask=None,softcap=30"])
+def test_heads_in_parts_have_the_same_bits(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients of scores of some heads at a time, in the same memory in turn."""
+    case = next(c for c in CASES if part in str(c))
+    whole = back_emulation.run(case, ("q", "k", "v"), seed=1)
+    monkeypatch.setattr(backward_stored_kernels, "MOST_BYTES", 3 * 2 * 256 * 208)
+    parts = back_emulation.run(case, ("q", "k", "v"), seed=2)
+    assert [kernel.name for chosen, _, _ in (whole, parts) for kernel in chosen.kernels] == ["hopper_stored"] * 2
+    launches = [sum(name == "hopper_attn_back_stored" for name in ran) for _, ran, _ in (whole, parts)]
+    assert launches[0] == 1 and launches[1] > 1
+    for (found, _), (again, expected) in zip(whole[2], parts[2]):
+        np.testing.assert_array_equal(found, again)
+        _check(again, expected)
+
+
+def test_a_bias_s_sum_has_all_heads_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = next(c for c in CASES if ",bias=" in str(c) and "d=[128,128]" in str(c))
+    monkeypatch.setattr(backward_stored_kernels, "MOST_BYTES", 2 * 2 * 256 * 208)
+    of = back_emulation.chosen(case, ("q", "k", "v"))
+    assert [kernel.name for kernel in of.kernels] == ["hopper_stored"]
+    of = back_emulation.chosen(case, ("q", "k", "v", "attn_bias"))
+    assert "gradients of scores may take" in of.refused["hopper_stored"]
 
 
 def _last_hides(name: str, values: Any) -> Any:

@@ -136,14 +136,14 @@ def add_up_logits(p, rings, d_bias, kinds, wg: gl.constexpr):
 def hopper_attn_back_bias(
     q_desc, o_desc, k_desc, v_desc, mask_desc, rows, mask, kinds, scales, kept, d_bias, scale, softcap, sm_t, sm_h,
     sm_s,
-    mask_heads, mask_seqs, mask_groups, n_seq, n_head, gqa, n_q, n_kv, section, inverse,
+    mask_heads, mask_seqs, mask_groups, n_seq, n_head, gqa, n_q, n_kv, section, first_head, inverse,
     spec: gl.constexpr,
 ):  # fmt: skip
     """d_bias: f32 [mask_seqs, mask_heads, n_q, n_kv], written. mask: the bias; kinds: int32,
     mask.py's of its tiles, DENSE. The others: see GradientWork."""
     p = GradientWork(
         spec, rows, mask, None, None, None, None, scales, kept, scale, softcap, sm_t, sm_h, sm_s, mask_heads,
-        mask_seqs, mask_groups, n_seq, n_head, gqa, n_q, n_kv, section, inverse,
+        mask_seqs, mask_groups, n_seq, n_head, gqa, n_q, n_kv, section, first_head, inverse,
     )  # fmt: skip
     dtype: gl.constexpr = k_desc.dtype
     row_ring = make_ring(dtype, spec.d, spec.n_wg, spec)

@@ -240,14 +240,14 @@ def add_up_all(p, dq_desc, tiles, rings, exchange, dk_out, dv_out, wg: gl.conste
 @gluon.jit(do_not_specialize=NUMBERS)
 def hopper_attn_back_fused(
     q_desc, o_desc, k_desc, v_desc, mask_desc, dq_desc, rows, mask, counts, blocks, slopes, scales, kept, dk, dv, scale,
-    softcap, sm_t, sm_h, sm_s, mask_heads, mask_seqs, mask_groups, n_seq, n_head, gqa, n_q, n_kv, section, inverse,
-    spec: gl.constexpr,
+    softcap, sm_t, sm_h, sm_s, mask_heads, mask_seqs, mask_groups, n_seq, n_head, gqa, n_q, n_kv, section, first_head,
+    inverse, spec: gl.constexpr,
 ):  # fmt: skip
     """dq_desc: of f32 [n_seq, n_head, n_q, d], added to; dk, dv: f32 [n_seq, n_head_kv, n_kv, d], written, those that
     somebody asked for."""
     p = GradientWork(
         spec, rows, mask, counts, blocks, None, slopes, scales, kept, scale, softcap, sm_t, sm_h, sm_s, mask_heads,
-        mask_seqs, mask_groups, n_seq, n_head, gqa, n_q, n_kv, section, inverse,
+        mask_seqs, mask_groups, n_seq, n_head, gqa, n_q, n_kv, section, first_head, inverse,
     )  # fmt: skip
     dtype: gl.constexpr = k_desc.dtype
     layout: gl.constexpr = tile_shared_layout(dtype, 4)

@@ -151,7 +151,7 @@ def add_step(
         d_s = score_gradients(bent, d_w, ratio, delta[None, :], partial).to(k.dtype)
         grads = as_left(d_s, d)
         if p.spec.stored:
-            store_scores(stored, d_s, seq, head, key, query)
+            store_scores(p, stored, d_s, seq, head, key, query)
         dk = warpgroup_mma(grads, q_ring.operand(step), dk, is_async=True)
         dk, dv, left, grads = warpgroup_mma_wait(0, [dk, dv, left, grads])
     else:
@@ -178,6 +178,7 @@ def add_up(p, tiles, rings, dk_out, dv_out, stored, wg: gl.constexpr):
     dk = gl.full([64, d], 0.0, gl.float32, mma_layout(d))
     dv = gl.full([64, d], 0.0, gl.float32, mma_layout(d))
     ratio = p.ratio()
+    counts_queries: gl.constexpr = p.spec.has_dropout or p.spec.dense or p.spec.stored
     mbarrier.wait(here.index(0), 0)
     done = 0
     masks = 0
@@ -187,7 +188,7 @@ def add_up(p, tiles, rings, dk_out, dv_out, stored, wg: gl.constexpr):
         place = (seq, head, key, p.mask_factor(head), ratio)
         unmasked = 0 if p.spec.dense else n_full * steps
         for i in range(n_full * steps):
-            query = p.first_query(start, i) if p.spec.has_dropout or p.spec.dense else 0
+            query = p.first_query(start, i) if counts_queries else 0
             dk, dv = add_step(p, (k, v), rings, place, dk, dv, done + i, query, masks + i, False, wg, stored)
         if p.spec.has_mask:
             for i in range(n_full * steps, n_all * steps):
@@ -211,14 +212,15 @@ def add_up(p, tiles, rings, dk_out, dv_out, stored, wg: gl.constexpr):
 @gluon.jit(do_not_specialize=NUMBERS)
 def hopper_attn_back_keys(
     q_desc, o_desc, k_desc, v_desc, mask_desc, s_desc, rows, mask, counts, blocks, slopes, scales, kept, dk, dv, scale,
-    softcap, sm_t, sm_h, sm_s, mask_heads, mask_seqs, mask_groups, n_seq, n_head, gqa, n_q, n_kv, section, inverse,
-    spec: gl.constexpr,
+    softcap, sm_t, sm_h, sm_s, mask_heads, mask_seqs, mask_groups, n_seq, n_head, gqa, n_q, n_kv, section, first_head,
+    inverse, spec: gl.constexpr,
 ):  # fmt: skip
-    """dk, dv: f32 [n_seq, n_head_kv, n_kv, d], written, None for one that nobody asked for. s_desc: of dS^T [n_seq,
-    n_head, n_kv, n_q] of 16 bits, times scales[1], None unless it is stored: of blocks that are visited."""
+    """dk, dv: f32 [n_seq, n_head_kv, n_kv, d], written, None for one that nobody asked for. s_desc: of dS^T of
+    16 bits as room_for_scores() in backward_launch.py has it, times scales[1], None unless it is stored: of blocks that
+    are visited."""
     p = GradientWork(
         spec, rows, mask, counts, blocks, None, slopes, scales, kept, scale, softcap, sm_t, sm_h, sm_s, mask_heads,
-        mask_seqs, mask_groups, n_seq, n_head, gqa, n_q, n_kv, section, inverse,
+        mask_seqs, mask_groups, n_seq, n_head, gqa, n_q, n_kv, section, first_head, inverse,
     )  # fmt: skip
     dtype: gl.constexpr = k_desc.dtype
     layout: gl.constexpr = tile_shared_layout(dtype, 4)

@@ -32,6 +32,7 @@ from graphrt.backends.triton.kernels.flash_attn.hopper.launch import (
     strides_in,
 )
 from graphrt.backends.triton.kernels.flash_attn.hopper.specs import WG_ROWS
+from graphrt.backends.triton.kernels.flash_attn.mask_plan import MaskPlan
 from graphrt.backends.triton.launch import Launch
 
 #: Registers of a thread at launch: an even share of all, the producer's group included.
@@ -110,10 +111,10 @@ class Given:
             mask_vec=self.mask_vec, has_dropout=self.kept is not None, dense=self.dense,
         )  # fmt: skip
 
-    def common(self, section: int) -> dict[str, Any]:
-        """Arguments of both. section: heads whose programs run side by side."""
+    def common(self, section: int, first_head: int = 0) -> dict[str, Any]:
+        """Arguments of both. section: heads whose programs run side by side; first_head: the launch's first one."""
         given = {"rows": self.rows, "mask": self.mask, "slopes": self.slopes, "scales": self.scales}
-        return given | self.numbers() | {"section": section}
+        return given | self.numbers() | {"section": section, "first_head": first_head}
 
 
 def side_by_side(x: Given, rows: int, heads: int) -> int:
@@ -125,13 +126,15 @@ def side_by_side(x: Given, rows: int, heads: int) -> int:
 
 def keys_launch(
     x: Given, counts: torch.Tensor | None, blocks: torch.Tensor | None, dk: torch.Tensor | None,
-    dv: torch.Tensor | None, scores: torch.Tensor | None = None,
+    dv: torch.Tensor | None, scores: torch.Tensor | None = None, heads: range | None = None,
 ) -> Launch:  # fmt: skip
     """The launch for dk and dv, f32 [n_seq, n_head_kv, n_kv, d], None for one that nobody wants. counts, blocks: the
-    mask's turned lists; scores: where dS^T is stored, see room_for_scores(), if it is."""
+    mask's turned lists; scores: where dS^T is stored, see room_for_scores(), if it is; heads: the KV heads of this
+    launch, of all sequences' (default: all)."""
+    gqa = x.q.shape[1] // x.k.shape[1]
+    heads = range(x.k.shape[0] * x.k.shape[1]) if heads is None else heads
     c = x.config("keys")
-    n_seq, n_head_kv, n_kv, _ = x.k.shape
-    gqa, n_q = x.q.shape[1] // n_head_kv, x.q.shape[2]
+    n_kv, n_q = x.k.shape[2], x.q.shape[2]
     parts = c.block_n // WG_ROWS
     used = c.keys_bytes(x.d) + (c.scores_bytes() if scores is not None else 0)
     stages, mask_desc = x.mask_ring(used, c.block_m, parts, WG_ROWS)
@@ -139,7 +142,7 @@ def keys_launch(
     stored = scores is not None
     spec = replace(x.spec(c), mask_stages=stages, of_k=dk is not None, of_v=dv is not None, stored=stored)
     some = dk if dk is not None else dv
-    args = x.common(side_by_side(x, gqa * n_q, 1)) | {
+    args = x.common(side_by_side(x, gqa * n_q, 1), heads.start * gqa) | {
         "q_desc": x.box(x.q, c.block_m), "o_desc": x.box(x.d_out, c.block_m), "k_desc": x.box(x.k, c.block_n),
         "v_desc": x.box(x.v, c.block_n), "mask_desc": mask_desc, "counts": counts, "blocks": blocks,
         "dk": dk if dk is not None else some, "dv": dv if dv is not None else some, "spec": spec,
@@ -150,7 +153,7 @@ def keys_launch(
         kernel = hopper_attn_back_wide
     else:
         args["s_desc"] = s_desc
-    return Launch(kernel, (-(-n_kv // c.block_n) * n_head_kv * n_seq,), args, OPTIONS)
+    return Launch(kernel, (-(-n_kv // c.block_n) * len(heads),), args, OPTIONS)
 
 
 def fused_launch(
@@ -189,25 +192,25 @@ def queries_launch(
     return Launch(hopper_attn_back_queries, (-(-n_q // PLAN_QUERIES) * n_head * n_seq,), args, OPTIONS)
 
 
-def room_for_scores(n_seq: int, n_head: int, n_q: int, n_kv: int) -> tuple[int, int, int, int]:
-    """The shape of the memory of dS^T, whose rows begin on 16 bytes."""
-    return n_seq, n_head, n_kv, -(-n_q // 8) * 8
+def room_for_scores(n_head: int, n_q: int, n_kv: int) -> tuple[int, int, int, int]:
+    """The shape of the memory of dS^T of so many heads of Q, head by head: for each block of queries [n_kv,
+    PLAN_QUERIES], so that what a tile stores or reads lies in one piece."""
+    return 1, n_head * -(-n_q // PLAN_QUERIES), n_kv, PLAN_QUERIES
 
 
 def stored_launch(
-    x: Given, counts: torch.Tensor, blocks: torch.Tensor, seen: torch.Tensor, dq: torch.Tensor, scores: torch.Tensor,
+    x: Given, plan: MaskPlan | None, dq: torch.Tensor, scores: torch.Tensor, heads: range,
 ) -> Launch:  # fmt: skip
-    """queries_launch where dS^T [n_seq, n_head, n_kv, n_q] lies in memory."""
+    """queries_launch where dS^T lies in memory, as room_for_scores() has it, for these KV heads."""
     c = x.config("stored")
-    n_seq, n_head, n_q, _ = x.q.shape
-    gqa, n_kv = n_head // x.k.shape[1], x.k.shape[2]
-    args = x.common(side_by_side(x, n_kv, gqa)) | {
+    n_q, gqa = x.q.shape[2], x.q.shape[1] // x.k.shape[1]
+    args = x.common(side_by_side(x, x.k.shape[2], gqa), heads.start * gqa) | {
         "k_desc": x.box(x.k, c.block_n), "s_desc": box_descriptor(scores, c.block_n, WG_ROWS, idle=scores.stride(2)),
-        "counts": counts, "blocks": blocks, "seen": seen, "dq": dq, "spec": x.spec(c),
+        **{name: getattr(plan, name, None) for name in ("counts", "blocks", "seen")}, "dq": dq, "spec": x.spec(c),
     }  # fmt: skip
     for name in ("rows", "mask", "slopes"):
         del args[name]
-    return Launch(hopper_attn_back_stored, (-(-n_q // PLAN_QUERIES) * n_head * n_seq,), args, OPTIONS)
+    return Launch(hopper_attn_back_stored, (-(-n_q // PLAN_QUERIES) * gqa * len(heads),), args, OPTIONS)
 
 
 def bias_launch(x: Given, kinds: torch.Tensor, d_bias: torch.Tensor) -> Launch:

@@ -191,13 +191,13 @@ def add_up_queries(p, tiles, rings, dq_out, wg: gl.constexpr):
 def hopper_attn_back_queries(
     q_desc, o_desc, k_desc, v_desc, mask_desc, rows, mask, counts, blocks, seen, slopes, scales, kept, dq, scale,
     softcap,
-    sm_t, sm_h, sm_s, mask_heads, mask_seqs, mask_groups, n_seq, n_head, gqa, n_q, n_kv, section, inverse,
+    sm_t, sm_h, sm_s, mask_heads, mask_seqs, mask_groups, n_seq, n_head, gqa, n_q, n_kv, section, first_head, inverse,
     spec: gl.constexpr,
 ):  # fmt: skip
     """dq: f32 [n_seq, n_head, n_q, d], written."""
     p = GradientWork(
         spec, rows, mask, counts, blocks, seen, slopes, scales, kept, scale, softcap, sm_t, sm_h, sm_s, mask_heads,
-        mask_seqs, mask_groups, n_seq, n_head, gqa, n_q, n_kv, section, inverse,
+        mask_seqs, mask_groups, n_seq, n_head, gqa, n_q, n_kv, section, first_head, inverse,
     )  # fmt: skip
     dtype: gl.constexpr = k_desc.dtype
     layout: gl.constexpr = tile_shared_layout(dtype, 4)

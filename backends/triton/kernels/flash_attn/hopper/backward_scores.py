@@ -5,6 +5,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
 from graphrt.backends.triton.kernels.common.constants import LOG2E, NEG_INF
+from graphrt.backends.triton.kernels.flash_attn.hopper.backward_work import LISTED
 from graphrt.backends.triton.kernels.flash_attn.hopper.masks import kept_inside
 from graphrt.backends.triton.kernels.flash_attn.hopper.rings import mma_layout
 from graphrt.backends.triton.kernels.flash_attn.hopper.softcap import capped_with_slope
@@ -61,16 +62,17 @@ def unpacked(pairs, dtype: gl.constexpr):
 
 
 @gluon.jit
-def store_scores(stored, d_s, seq, head, row, col):
-    """Begin to store gradients of scores, 16 bits [64, n], at a row and a column of a head's. stored: (descriptor, the
-    warpgroup's tile of shared memory that they go through)."""
+def store_scores(p, stored, d_s, seq, head, key, query):
+    """Begin to store gradients of scores, 16 bits [64 keys, n queries]. stored: (descriptor, the warpgroup's tile of
+    shared memory that they go through)."""
     s_desc, tile = stored
     tma.store_wait(0)  # the one before has been read
     gl.thread_barrier()
     tile.reshape([tile.shape[2], tile.shape[3]]).store(d_s)
     fence_async_shared()
     gl.thread_barrier()
-    tma.async_copy_shared_to_global(s_desc, [seq, head, row, col], tile)
+    block = p.scores_block(seq, head, query // LISTED)
+    tma.async_copy_shared_to_global(s_desc, [0, block, key, query % LISTED], tile)
 
 
 @gluon.jit

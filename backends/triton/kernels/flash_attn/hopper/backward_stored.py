@@ -1,9 +1,9 @@
 """The gradient of Q for Hopper (sm_90) from gradients of scores that lie in memory, in Gluon.
 
-Where a bias has a gradient, the kernel of keys stores dS^T (backward_keys.py): what is added up over the heads that
-share the bias is there then, and what the gradient of Q is made of, so that nobody makes scores a second time. A thread
-block owns 128 queries of a head: two warpgroups (the consumers) have 64 each, and their sums in registers. One warp
-(the producer) brings blocks of K and of dS^T by TMA:
+Where a soft cap, ALiBi or a bias makes scores dear, the kernel of keys stores dS^T (backward_keys.py), and nobody makes
+scores a second time for the gradient of Q. What a bias's gradient is summed up from is there too. A thread block owns
+128 queries of a head: two warpgroups (the consumers) have 64 each, and their sums in registers. One warp (the producer)
+brings blocks of K and of dS^T by TMA:
 
     dQ += (dS^T)^T K                    (wgmma, both operands in shared memory)
 """
@@ -28,7 +28,7 @@ def produce_scores(p, k_desc, s_desc, rings):
     _n_full, n_all, start = p.key_visits(seq, head, qt)
     for j in range(n_all):
         key = p.key_block(start, j) * p.spec.block_n
-        s_ring.fill(s_desc, seq, head, key, qt * LISTED, j)
+        s_ring.fill(s_desc, 0, p.scores_block(seq, head, qt), key, 0, j)
         k_ring.fill(k_desc, seq, head // p.gqa, key, j)
 
 
@@ -58,7 +58,8 @@ def add_up_scores(p, rings, dq_out, wg: gl.constexpr):
     for j in range(n_full, n_all):
         s_ring.wait_full(j)
         k_ring.wait_full(j)
-        clear_hidden_keys(p, k_ring.operand(j), start, p.key_block(start, j))
+        if p.spec.has_mask:
+            clear_hidden_keys(p, k_ring.operand(j), start, p.key_block(start, j))
         dq = add_product(rings, dq, j, wg)
     first = (seq * p.n_head + head).to(gl.int64) * p.n_q * d
     store_rows(dq_out + first, qt * LISTED + 64 * wg, p.n_q, dq, p.unscaled_scores(), d)
@@ -68,13 +69,13 @@ def add_up_scores(p, rings, dq_out, wg: gl.constexpr):
 @gluon.jit(do_not_specialize=NUMBERS)
 def hopper_attn_back_stored(
     k_desc, s_desc, counts, blocks, seen, scales, dq, scale, softcap, sm_t, sm_h, sm_s, mask_heads, mask_seqs,
-    mask_groups, n_seq, n_head, gqa, n_q, n_kv, section, inverse, spec: gl.constexpr,
+    mask_groups, n_seq, n_head, gqa, n_q, n_kv, section, first_head, inverse, spec: gl.constexpr,
 ):  # fmt: skip
-    """dq: f32 [n_seq, n_head, n_q, d], written; s_desc: of dS^T, see hopper_attn_back_keys; counts, blocks, seen: the
-    mask's plan. The others: see GradientWork."""
+    """dq: f32 [n_seq, n_head, n_q, d], written; s_desc: of dS^T, see room_for_scores() in backward_launch.py; counts,
+    blocks, seen: the mask's plan, None without a mask. The others: see GradientWork."""
     p = GradientWork(
         spec, None, None, counts, blocks, seen, None, scales, None, scale, softcap, sm_t, sm_h, sm_s, mask_heads,
-        mask_seqs, mask_groups, n_seq, n_head, gqa, n_q, n_kv, section, inverse,
+        mask_seqs, mask_groups, n_seq, n_head, gqa, n_q, n_kv, section, first_head, inverse,
     )  # fmt: skip
     dtype: gl.constexpr = k_desc.dtype
     k_ring = make_ring(dtype, spec.d, spec.n_wg, spec)

@@ -206,13 +206,13 @@ def add_keys(p, tiles, rings, dk_out):
 def hopper_attn_back_wide(
     q_desc, o_desc, k_desc, v_desc, mask_desc, rows, mask, counts, blocks, slopes, scales, kept, dk, dv, scale,
     softcap,
-    sm_t, sm_h, sm_s, mask_heads, mask_seqs, mask_groups, n_seq, n_head, gqa, n_q, n_kv, section, inverse,
+    sm_t, sm_h, sm_s, mask_heads, mask_seqs, mask_groups, n_seq, n_head, gqa, n_q, n_kv, section, first_head, inverse,
     spec: gl.constexpr,
 ):  # fmt: skip
     """As hopper_attn_back_keys."""
     p = GradientWork(
         spec, rows, mask, counts, blocks, None, slopes, scales, kept, scale, softcap, sm_t, sm_h, sm_s, mask_heads,
-        mask_seqs, mask_groups, n_seq, n_head, gqa, n_q, n_kv, section, inverse,
+        mask_seqs, mask_groups, n_seq, n_head, gqa, n_q, n_kv, section, first_head, inverse,
     )  # fmt: skip
     dtype: gl.constexpr = k_desc.dtype
     layout: gl.constexpr = tile_shared_layout(dtype, 4)

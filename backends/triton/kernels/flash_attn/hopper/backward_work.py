@@ -11,7 +11,7 @@ from graphrt.backends.triton.kernels.flash_attn.hopper.backward_specs import PLA
 #: The numbers among the kernels' arguments, in their order, which compiled code does not depend on.
 NUMBERS = (
     "scale", "softcap", "sm_t", "sm_h", "sm_s", "mask_heads", "mask_seqs", "mask_groups", "n_seq", "n_head", "gqa",
-    "n_q", "n_kv", "section", "inverse",
+    "n_q", "n_kv", "section", "first_head", "inverse",
 )  # fmt: skip
 #: What a GradientWork is made of.
 ARGUMENTS = ("rows", "mask", "counts", "blocks", "seen", "slopes", "scales", "kept", *NUMBERS)
@@ -26,7 +26,8 @@ class GradientWork:
     rows: f32 [n_seq, n_head, 2, padded n_q], see backward_rows.py. counts, blocks: int32, of each list how many full
     and partial blocks it has, and these; in kernels of queries a mask's plan (mask_plan.py), in kernels of keys its
     columns (backward/plans.py). seen: the plan's. slopes: f32 [n_head]. scales: f32 [2], the factors of
-    d_out as it is read and of dS. kept: dropout's bits (dropout_bits.py), by key in kernels of keys, else by query;
+    d_out as it is read and of dS. first_head: the launch has heads of Q from there on, of all sequences', with the KV
+    heads that these share. kept: dropout's bits (dropout_bits.py), by key in kernels of keys, else by query;
     inverse: what kept weights are multiplied with.
     """
 
@@ -52,6 +53,7 @@ class GradientWork:
     n_q: gl.tensor
     n_kv: gl.tensor
     section: gl.tensor
+    first_head: gl.tensor
     inverse: gl.tensor
     spec: gl.constexpr
 
@@ -74,8 +76,8 @@ class GradientWork:
 
     @gluon.jit
     def place(self, n):
-        """(head of all, its tile) of a program, each head having n tiles: `section` heads at a time, all first tiles of
-        these, then all second ones."""
+        """(head of the launch, its tile) of a program, each head having n tiles: `section` heads at a time, all first
+        tiles of these, then all second ones."""
         i = gl.program_id(0)
         first = i // (n * self.section) * self.section
         rest = i - first * n
@@ -84,11 +86,18 @@ class GradientWork:
         return first + rest - tile * width, tile
 
     @gluon.jit
+    def scores_block(self, seq, head, block):
+        """Which piece of stored gradients of scores a block of queries of a head has: those of the launch's first head
+        come first."""
+        return (seq * self.n_head + head - self.first_head) * self.query_blocks() + block
+
+    @gluon.jit
     def key_tile(self):
         """(sequence, KV head, block of keys) of a program that owns keys. Of a causal mask the first ones, which most
         queries see, come first."""
         heads = self.n_head // self.gqa
         head, block = self.place(self.key_blocks())
+        head += self.first_head // self.gqa
         return head // heads, head % heads, block
 
     @gluon.jit
@@ -97,6 +106,7 @@ class GradientWork:
         keys come first."""
         n = self.query_blocks()
         head, block = self.place(n)
+        head += self.first_head
         return head // self.n_head, head % self.n_head, n - 1 - block
 
     @gluon.jit

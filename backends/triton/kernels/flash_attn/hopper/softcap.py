@@ -209,7 +209,7 @@ def cap_slope_constants(p):
 def capped_with_slope(p, s, shift):
     """(raw scores soft-capped, in log2 units, plus shift; 1 - tanh^2, the soft cap's slope)."""
     ratio, cap, end, c0, c1, c2, d1, d2 = cap_slope_constants(p)
-    pack: gl.constexpr = 8  # elements of a thread between two branches
+    pack: gl.constexpr = 16  # elements of a thread between two branches
     source: gl.constexpr = sloped_asm(pack)
     return gl.inline_asm_elementwise(
         source,
