@@ -27,7 +27,7 @@ from support.fused_graphs import kernels, leaf, normed, product
 
 from graphrt.backends.triton.kernels import collectives, joined, joined_fusions, planned_norms
 from graphrt.backends.triton.kernels.products.activations import NormWeight
-from graphrt.peers import LONGEST, ROWS, Peers, words
+from graphrt.peers import LONGEST, ROWS, SPLITS, Peers, words
 from graphrt.tensor import Tensor
 
 #: Seconds after which ranks wait for each other for ever.
@@ -63,7 +63,7 @@ def as_processes(size: int, rounds: Sequence[Round], first: int = 0, late: int =
     table = torch.tensor([t.data_ptr() for t in slots], dtype=torch.int64)  # the same in a process that is forked
 
     def rank(number: int) -> None:
-        own = Peers(number, size, slots[number], table, torch.full((ROWS,), first, dtype=torch.int32))
+        own = Peers(number, size, slots[number], table, torch.full((ROWS, SPLITS), first, dtype=torch.int32))
         for made in rounds:
             time.sleep(0.02 * (number == late))
             shape = tuple(made.parts[number].shape)
@@ -133,7 +133,7 @@ class TwoRanks:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.first, self.own = (torch.zeros(words(2), dtype=torch.int64) for _ in range(2))
         table = torch.tensor([t.data_ptr() for t in (self.first, self.own)], dtype=torch.int64)
-        self.peers = Peers(1, 2, self.own, table, torch.zeros(ROWS, dtype=torch.int32))
+        self.peers = Peers(1, 2, self.own, table, torch.zeros(ROWS, SPLITS, dtype=torch.int32))
         for module in (collectives, joined_fusions, planned_norms):
             monkeypatch.setattr(module, "peers", lambda size: self.peers)
         monkeypatch.setattr(ranks, "_gpus", [1])
