@@ -75,11 +75,11 @@ RECIPES = {
     "llama-8b": Recipe(
         "llama", _keys(128256, 131072, 4096, 32, 14336, (32, 8), 128, 1e-5, 500000.0), False, rope_factor=8.0
     ),
-    "llama-70b": Recipe(
-        "llama", _keys(128256, 131072, 8192, 80, 28672, (64, 8), 128, 1e-5, 500000.0), False, rope_factor=8.0
-    ),
     "llama-1b": Recipe(
         "llama", _keys(128256, 131072, 2048, 16, 8192, (32, 8), 64, 1e-5, 500000.0), False, rope_factor=32.0
+    ),
+    "llama-70b": Recipe(
+        "llama", _keys(128256, 131072, 8192, 80, 28672, (64, 8), 128, 1e-5, 500000.0), False, rope_factor=8.0
     ),
     "smollm2-135m": Recipe("llama", _keys(49152, 8192, 576, 30, 1536, (9, 3), 64, 1e-5, 100000.0), True, "q4_1"),
     "gemma3-270m": Recipe(
