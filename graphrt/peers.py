@@ -36,9 +36,8 @@ ROWS, LONGEST, SPLITS = 64, 8192, 16
 @dataclass(frozen=True, eq=False)
 class Peers:
     """slots: this rank's, i64 [2, ROWS, size, LONGEST]: of odd and even rounds, for each row what each rank has
-    written; table: addresses of all ranks' slots, i64 [size]; rounds: how many each row has had, i32 [ROWS, SPLITS], which
-    each of its programs counts for itself. hold: what
-    must live as long."""
+    written; table: addresses of all ranks' slots, i64 [size]; rounds: how many each row has had, i32 [ROWS, SPLITS],
+    which each of its programs counts for itself. hold: what must live as long."""
 
     rank: int
     size: int

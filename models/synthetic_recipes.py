@@ -68,9 +68,9 @@ def _gpt_oss(layers: int, experts: int) -> dict[str, int | float | str]:
 
 _QKV_BIASES = ("attn_q.bias", "attn_k.bias", "attn_v.bias")
 
-#: Llama 3.1 8B and 70B, Llama 3.2 1B (whose output is tied; here it is a matrix of its own, as in llama.cpp's figures that this
-#: is compared with), SmolLM2 135M, Gemma 3 270M, the encoder bge-small-en and others under their usual names, and one
-#: to try things out.
+#: Llama 3.1 8B and 70B, Llama 3.2 1B (whose output is tied; here it is a matrix of its own, as in llama.cpp's figures
+#: that this is compared with), SmolLM2 135M, Gemma 3 270M, the encoder bge-small-en and others under their usual names,
+#: and one to try things out.
 RECIPES = {
     "llama-8b": Recipe(
         "llama", _keys(128256, 131072, 4096, 32, 14336, (32, 8), 128, 1e-5, 500000.0), False, rope_factor=8.0

@@ -181,10 +181,7 @@ class Decoder(Transformer):
         are."""
         share, x = self.share, self._passed(step)
         assert share is not None
-        if share.is_last:
-            x = ops.argmax(self._adapted(self.logits(x), step))
-        else:
-            x = self._adapted(x, step)
+        x = ops.argmax(self._adapted(self.logits(x), step)) if share.is_last else self._adapted(x, step)
         return share.everywhere(x, share.stages - 1, "last_stages_tokens", step.rows.ne[:1], "i32")
 
     def _of_last_stage(self, x: Tensor, made: Callable[[Tensor], Tensor], ne: tuple[int, int]) -> Tensor:

@@ -52,10 +52,10 @@ class State(NamedTuple):
 @dataclass(frozen=True)
 class Protocol:
     """size: ranks; shots: of each round in turn, 1 or 2; n_words: of a row; most: the highest number of a round, behind
-    which 1 follows; programs: of a rank's row, in one shot; order: what each does, of "read" (what the others store over),
-    "tell" and "wait"; buffer: which buffer a round of that number has; fits: whether a word of one number is of the round
-    of another; clears: which buffers a rank sets to 0 after a round, by its number; waits: a rank that is no owner
-    waits for the sum."""
+    which 1 follows; programs: of a rank's row, in one shot; order: what each does, of "read" (what the others store
+    over), "tell" and "wait"; buffer: which buffer a round of that number has; fits: whether a word of one number is of
+    the round of another; clears: which buffers a rank sets to 0 after a round, by its number; waits: a rank that is no
+    owner waits for the sum."""
 
     size: int
     shots: tuple[int, ...]

@@ -234,8 +234,8 @@ def join_rows(
     LONGEST: tl.constexpr, TO: tl.constexpr, PARTS: tl.constexpr, EARLY: tl.constexpr, BLOCK: tl.constexpr,
     PTX: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (row, part): sum = x of rank 0 + x of rank 1 + ..., after norm() * w if there is a w, + residual if there is
-    one; norm(sum) * w2 stored as TO says, if there is a w2.
+    """Program (row, part): sum = x of rank 0 + x of rank 1 + ..., after norm() * w if there is a w, + residual if there
+    is one; norm(sum) * w2 stored as TO says, if there is a w2.
 
     HOW: "parts": x is f32 [RANKS, n, k], all ranks'; "one shot", "two shots": x is this rank's, f32 [n, k], and the
     others' come as the module says: p_slots, p_table, p_rounds as Peers has them, ROWS, LONGEST of theirs, MOST is its
