@@ -47,6 +47,8 @@ from graphrt.ranks import ONE_SHOT
 
 #: Elements of a part of a row that has a program of its own. At least so many: each program reads all parts.
 PART = 512
+#: Programs of a launch whose rows have several: of more (16 rows by 8) reading all of every row costs more than it saves.
+MOST_PROGRAMS = 32
 #: A round's number is below this, so that it is a positive int32.
 MOST_ROUNDS = tl.constexpr(2147483646)
 
@@ -290,11 +292,11 @@ def shots(ranks: int, nbytes: int) -> int:
 
 
 def split_of(target: Target, n: int, k: int) -> int:
-    """Into how many parts n rows of k elements go, each a program's: as many as are on the GPU at once, of at least
-    PART elements."""
+    """Into how many parts n rows of k elements go, each a program's: as many as are worth it and on the GPU at once, of
+    at least PART elements."""
     if interpreting():
         return 1  # which runs one program after the other
-    most = min(SPLITS, -(-k // PART), target.sm_count // n)
+    most = min(SPLITS, -(-k // PART), min(MOST_PROGRAMS, target.sm_count) // n)
     return 1 << max(0, most.bit_length() - 1)
 
 

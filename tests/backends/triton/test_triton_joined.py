@@ -160,14 +160,14 @@ def test_a_row_in_other_parts_than_before() -> None:
 
 
 def test_parts_of_rows() -> None:
-    """As many as a GPU has multiprocessors for, of 512 elements and more; the interpreter runs programs one by one."""
+    """Up to 32 programs of a launch, of 512 elements and more; the interpreter runs programs one by one."""
     assert joined.split_of(device.target(0), 1, 4096) == 1
     hopper = SimpleNamespace(sm_count=132)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(joined, "interpreting", lambda: False)
         shapes = ((1, 4096), (1, 8192), (1, 5120), (1, 576), (16, 4096), (64, 8192))
         found = [joined.split_of(hopper, *of) for of in shapes]
-    assert found == [8, 16, 8, 2, 8, 2]
+    assert found == [8, 16, 8, 2, 2, 1]
 
 
 def check(made: Round) -> None:
