@@ -29,15 +29,15 @@ class Members(Protocol):
     def everyones(self, value: Any) -> list[Any]: ...
 
 
-#: Rows of a tensor that have slots, and elements of the longest row.
-ROWS, LONGEST = 64, 8192
+#: Rows of a tensor that have slots, elements of the longest row, and parts of a row, each a program's, at most.
+ROWS, LONGEST, SPLITS = 64, 8192, 16
 
 
 @dataclass(frozen=True, eq=False)
 class Peers:
     """slots: this rank's, i64 [2, ROWS, size, LONGEST]: of odd and even rounds, for each row what each rank has
-    written; table: addresses of all ranks' slots, i64 [size]; rounds: how many each row has had, i32 [ROWS]. hold: what
-    must live as long."""
+    written; table: addresses of all ranks' slots, i64 [size]; rounds: how many each row has had, i32 [ROWS, SPLITS],
+    which each of its programs counts for itself. hold: what must live as long."""
 
     rank: int
     size: int
@@ -99,5 +99,5 @@ def _made(ranks: Members) -> Peers | str:
     except (RuntimeError, ImportError, AttributeError, TypeError) as error:
         first = str(error).strip().partition("\n")[0][:200]
         return f"torch's symmetric memory is not to be had ({first or type(error).__name__})"
-    rounds = torch.zeros(ROWS, dtype=torch.int32, device=slots.device)
+    rounds = torch.zeros(ROWS, SPLITS, dtype=torch.int32, device=slots.device)
     return Peers(ranks.rank, ranks.size, slots, table, rounds, handle)

@@ -179,20 +179,26 @@ class GGUFFile:
     def data(self, name: str) -> NDArray[np.uint8]:
         """The tensor's bytes, 1-D, in the machine's byte order: a view of the mapped file, or a copy where the file
         has the other order. Writing to the view changes memory only, never the file. Raises GGUFError."""
+        return self.span(name, 0, self._info(name).nbytes)
+
+    def span(self, name: str, start: int, stop: int) -> NDArray[np.uint8]:
+        """The bytes from start to stop of what data() gives. Raises GGUFError."""
         info = self._info(name)
         if not self._buffers:
             raise GGUFError(f"tensor {name!r} can't be read: the file is closed. Take the data before close().")
-        if info.nbytes == 0:
+        if start >= stop:
             return np.empty(0, np.uint8)  # frombuffer refuses an offset at the very end
-        view = np.frombuffer(self._buffers[info.part], np.uint8, info.nbytes, info.offset)
         if not self._swap:
-            return view
+            return np.frombuffer(self._buffers[info.part], np.uint8, stop - start, info.offset + start)
         if not gguf_blocks.can_swap(info.dtype):
             raise GGUFError(
                 f"{self._label}: tensor {name!r} of type {info.dtype} can't be read from a {self.byte_order}-endian "
                 f"file.\nUse the model's {sys.byteorder}-endian file."
             )
-        return gguf_blocks.swapped(view, info.dtype)
+        block = info.dtype.type_size
+        first, last = start // block * block, -(-stop // block) * block  # bytes are swapped within blocks
+        view = np.frombuffer(self._buffers[info.part], np.uint8, last - first, info.offset + first)
+        return gguf_blocks.swapped(view, info.dtype)[start - first : stop - first]
 
     def dequantize(self, name: str) -> NDArray[np.float32]:
         """The tensor in float32, of shape `ne` reversed (torch's order). Raises GGUFError for the types that the gguf

@@ -22,7 +22,7 @@ from graphrt.errors import SessionError
 from graphrt.models.arch import architecture
 from graphrt.models.gguf import GGUFFile, Metadata, TensorInfo
 from graphrt.models.hparams import Keys
-from graphrt.models.synthetic_blocks import TYPES, Bytes, cut, pool
+from graphrt.models.synthetic_blocks import TYPES, Bytes, cut, places, pool
 from graphrt.models.synthetic_recipes import RECIPES, Recipe
 from graphrt.models.weights import Weights
 from graphrt.tensor import Tensor, new_tensor
@@ -31,15 +31,17 @@ from graphrt.tensor import Tensor, new_tensor
 @dataclass(frozen=True)
 class Mix:
     """The types of a quantization. base: of matrices; output: of the output, and of an embedding tied to it; better:
-    of the tensors named `where`, in the layers that `more_bits` picks; experts: of experts' matrices, "" for base."""
+    of the tensors named `where`, in the layers that `more_bits` picks; experts: of experts' matrices, "" for base;
+    v_of_70b: of attn_v in Llama's 70B, where it has few heads and base would be q4_K."""
 
     base: str
     output: str
     better: str = ""
     where: tuple[str, ...] = ()
     experts: str = ""
+    v_of_70b: str = "q5_K"
 
-    def type_of(self, name: str, k: int, layers: int, tied: bool) -> DType:
+    def type_of(self, name: str, k: int, layers: int, tied: bool, is_70b: bool = False) -> DType:
         """The type of the matrix `name` with rows of k elements."""
         block, _, rest = name.removeprefix("blk.").partition(".")
         if name == "output.weight" or (tied and name == "token_embd.weight"):
@@ -49,7 +51,7 @@ class Mix:
         elif self.experts and "_exps." in rest:
             kind = self.experts
         else:
-            kind = self.base
+            kind = self.v_of_70b if is_70b and self.base == "q4_K" and rest == "attn_v.weight" else self.base
         return _fitting(dtype(kind), k)
 
 
@@ -110,6 +112,7 @@ class SyntheticFile(GGUFFile):
         self.version, self.byte_order, self.alignment, self.paths = 3, "little", 32, []
         self._buffers, self._swap = [], False
         self._pools: dict[tuple[str, int], Bytes] = {}
+        self._places: dict[str, list[int]] = {}
         keys = recipe.keys if layers is None else {**recipe.keys, "block_count": layers}
         values: dict[str, Any] = {"general.architecture": recipe.arch, "tokenizer.ggml.model": "no_vocab"}
         for key, value in keys.items():
@@ -117,11 +120,10 @@ class SyntheticFile(GGUFFile):
         values |= _words(int(recipe.keys["vocab_size"])) if vocabulary else {}
         self.metadata = Metadata(values, bytearray(), "<")
         self.tensors = {}
-        offset = 0
+        offset, n_layers = 0, int(keys["block_count"])
         for tensor, ne in self._shapes().items():
-            n_layers = int(keys["block_count"])
             plain = len(ne) == 1 or tensor == "position_embd.weight" or tensor.endswith((".bias", _ROUTER))
-            kind = dtype("f32") if plain else types.type_of(tensor, ne[0], n_layers, recipe.tied)
+            kind = dtype("f32") if plain else types.type_of(tensor, ne[0], n_layers, recipe.tied, recipe.is_70b)
             nbytes = kind.row_size(math.prod(ne))
             self.tensors[tensor] = TensorInfo(tensor, kind, ne, offset, nbytes)
             offset += nbytes
@@ -137,19 +139,25 @@ class SyntheticFile(GGUFFile):
 
     def data(self, name: str) -> Bytes:
         """The tensor's bytes, 1-D, made anew at each call. Raises GGUFError for an unknown name."""
+        return self.span(name, 0, self._info(name).nbytes)
+
+    def span(self, name: str, start: int, stop: int) -> Bytes:
+        """As GGUFFile has it; of a matrix no more than that is made."""
         info = self._info(name)
         rng = np.random.default_rng(zlib.crc32(name.encode()))
         if name == "rope_freqs.weight":
-            return self._rope_factors().astype(np.float32).view(np.uint8)
+            return self._rope_factors().astype(np.float32).view(np.uint8)[start:stop]
         if name.endswith((".bias", _ROUTER)) or name == "position_embd.weight":
             std = info.ne[0] ** -0.5 if name.endswith(_ROUTER) else 0.02
-            return (std * rng.standard_normal(math.prod(info.ne))).astype(np.float32).view(np.uint8)
+            return (std * rng.standard_normal(math.prod(info.ne))).astype(np.float32).view(np.uint8)[start:stop]
         if len(info.ne) == 1:
-            return rng.uniform(0.8, 1.2, info.ne).astype(np.float32).view(np.uint8)
+            return rng.uniform(0.8, 1.2, info.ne).astype(np.float32).view(np.uint8)[start:stop]
         key = info.dtype.name, info.ne[0]
         if key not in self._pools:
             self._pools[key] = pool(info.dtype, info.ne[0] ** -0.5, np.random.default_rng(info.ne[0]))
-        return cut(self._pools[key], info.nbytes, rng)
+        if name not in self._places:
+            self._places[name] = places(self._pools[key], info.nbytes, rng)
+        return cut(self._pools[key], start, stop, self._places[name])
 
     def _rope_factors(self) -> np.ndarray[Any, np.dtype[np.float64]]:
         """Llama 3.1's: wavelengths over the trained context of 8192 are stretched by the factor, those under a quarter

@@ -7,7 +7,7 @@ deviation asked for.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import gguf
 import numpy as np
@@ -45,15 +45,21 @@ def pool(dtype: DType, std: float, rng: np.random.Generator) -> Bytes:
     return blocks
 
 
-def cut(pool: Bytes, nbytes: int, rng: np.random.Generator) -> Bytes:
-    """uint8 [nbytes], a whole number of blocks: pieces of half the pool, each from a block of its own choice."""
+def places(pool: Bytes, nbytes: int, rng: np.random.Generator) -> list[int]:
+    """Where in the pool the pieces of a tensor begin, in blocks: each is half the pool."""
     half = len(pool) // 2
-    flat, size, piece = pool.reshape(-1), pool.shape[1], half * pool.shape[1]
-    out = np.empty(nbytes, np.uint8)
-    for start in range(0, nbytes, piece):
-        stop = min(start + piece, nbytes)
-        first = int(rng.integers(0, half)) * size
-        out[start:stop] = flat[first : first + stop - start]
+    found: list[int] = rng.integers(0, half, -(-nbytes // (half * pool.shape[1]))).tolist()
+    return found
+
+
+def cut(pool: Bytes, start: int, stop: int, places: Sequence[int]) -> Bytes:
+    """The bytes from start to stop of the tensor that has its pieces there, uint8 [stop - start]."""
+    flat, size, piece = pool.reshape(-1), pool.shape[1], len(pool) // 2 * pool.shape[1]
+    out = np.empty(stop - start, np.uint8)
+    for i in range(start // piece, -(-stop // piece)):
+        low, high = max(i * piece, start), min((i + 1) * piece, stop)
+        first = places[i] * size + low - i * piece
+        out[low - start : high - start] = flat[first : first + high - low]
     return out
 
 

@@ -19,6 +19,12 @@ class Recipe:
     rope_factor: float = 0.0
     optional: tuple[str, ...] = ()
 
+    @property
+    def is_70b(self) -> bool:
+        """Llama's 70B, which has mixes of its own, as llama.cpp tells it."""
+        heads, kv = (self.keys[f"attention.{key}"] for key in ("head_count", "head_count_kv"))
+        return self.arch == "llama" and self.keys["block_count"] == 80 and heads != kv
+
 
 def _keys(
     vocab: int,
@@ -54,17 +60,26 @@ def _yarn(factor: float, context: int) -> dict[str, int | float | str]:
     return {f"rope.scaling.{key}": value for key, value in scaling.items()}
 
 
+def _gpt_oss(layers: int, experts: int) -> dict[str, int | float | str]:
+    keys = _keys(201088, 131072, 2880, layers, 2880, (64, 8), 64, 1e-5, 150000.0) | _yarn(32.0, 4096)
+    mixture = {"expert_count": experts, "expert_used_count": 4, "expert_feed_forward_length": 2880}
+    return keys | {"attention.sliding_window": 128} | mixture
+
+
 _QKV_BIASES = ("attn_q.bias", "attn_k.bias", "attn_v.bias")
 
-#: Llama 3.1 8B, Llama 3.2 1B (whose output is tied; here it is a matrix of its own, as in llama.cpp's figures that this
-#: is compared with), SmolLM2 135M, Gemma 3 270M, the encoder bge-small-en and others under their usual names, and one
-#: to try things out.
+#: Llama 3.1 8B and 70B, Llama 3.2 1B (whose output is tied; here it is a matrix of its own, as in llama.cpp's figures
+#: that this is compared with), SmolLM2 135M, Gemma 3 270M, the encoder bge-small-en and others under their usual names,
+#: and one to try things out.
 RECIPES = {
     "llama-8b": Recipe(
         "llama", _keys(128256, 131072, 4096, 32, 14336, (32, 8), 128, 1e-5, 500000.0), False, rope_factor=8.0
     ),
     "llama-1b": Recipe(
         "llama", _keys(128256, 131072, 2048, 16, 8192, (32, 8), 64, 1e-5, 500000.0), False, rope_factor=32.0
+    ),
+    "llama-70b": Recipe(
+        "llama", _keys(128256, 131072, 8192, 80, 28672, (64, 8), 128, 1e-5, 500000.0), False, rope_factor=8.0
     ),
     "smollm2-135m": Recipe("llama", _keys(49152, 8192, 576, 30, 1536, (9, 3), 64, 1e-5, 100000.0), True, "q4_1"),
     "gemma3-270m": Recipe(
@@ -96,16 +111,8 @@ RECIPES = {
         _layer_norm(_keys(50432, 2048, 4096, 32, 16384, (32, 32), 128, 1e-5, 1.0), max_alibi_bias=8.0),
         True,
     ),
-    "gpt-oss-20b": Recipe(
-        "gpt-oss",
-        _keys(201088, 131072, 2880, 24, 2880, (64, 8), 64, 1e-5, 150000.0)
-        | _yarn(32.0, 4096)
-        | {"attention.sliding_window": 128}
-        | {"expert_count": 32, "expert_used_count": 4, "expert_feed_forward_length": 2880},
-        False,
-        "mxfp4",
-        optional=_QKV_BIASES,
-    ),
+    "gpt-oss-20b": Recipe("gpt-oss", _gpt_oss(24, 32), False, "mxfp4", optional=_QKV_BIASES),
+    "gpt-oss-120b": Recipe("gpt-oss", _gpt_oss(36, 128), False, "mxfp4", optional=_QKV_BIASES),
     "deepseek2-lite": Recipe(
         "deepseek2",
         _keys(102400, 163840, 2048, 27, 10944, (16, 1), 576, 1e-6, 10000.0)

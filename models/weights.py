@@ -127,9 +127,9 @@ class Weights:
         digest = hashlib.sha256()
         for name, info in sorted(self.file.tensors.items()):
             digest.update(repr((name, info.dtype.id, info.ne)).encode("utf-8", "surrogateescape"))
-            data = self.file.data(name)
-            for start in (0, data.size // 2, max(0, data.size - SAMPLED)):
-                digest.update(data[start : start + SAMPLED].tobytes())
+            for start in (0, info.nbytes // 2, max(0, info.nbytes - SAMPLED)):
+                stop = min(start + SAMPLED, info.nbytes)
+                digest.update(self.file.span(name, start, stop).tobytes())
         return digest.digest()
 
     @property

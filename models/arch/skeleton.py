@@ -123,13 +123,15 @@ class Decoder(Transformer):
 
     def _choosing(self, inputs: AnyInputs, target: Tensor, sampling: SampleParams | None, keep_logits: bool) -> Graph:
         """Writes the next token of each wanted row to `target`, i32 [n_outputs]."""
+        if sampling is None and not keep_logits and self.stages > 1:
+            return Graph(ops.cpy(self._likeliest_of_last_stage(inputs), target, name="next_token"))
         logits = self.result(inputs)
-        if sampling is None:
+        if sampling is None:  # logits have the same bits on every rank, and so has the likeliest
             chosen = ops.argmax(logits)
         else:
             assert inputs.uniform is not None
             chosen = ops.sample(logits, inputs.uniform, sampling)
-        chosen = chosen if self.share is None else self.share.agreed(chosen)
+            chosen = chosen if self.share is None else self.share.agreed(chosen)
         ends = [ops.cpy(chosen, target, name="next_token"), *([logits] if keep_logits else [])]
         return Graph(*ends)
 
@@ -173,6 +175,14 @@ class Decoder(Transformer):
         if share is None or share.is_last:
             return self.normed(x, self.output_norm, "result_norm")
         return share.given(x, share.stage + 1, f"l_given-{own[-1]}")
+
+    def _likeliest_of_last_stage(self, step: AnyInputs) -> Tensor:
+        """The likeliest next tokens on all stages of a pipeline, i32 [n_outputs], of which no more goes back than they
+        are."""
+        share, x = self.share, self._passed(step)
+        assert share is not None
+        x = ops.argmax(self._adapted(self.logits(x), step)) if share.is_last else self._adapted(x, step)
+        return share.everywhere(x, share.stages - 1, "last_stages_tokens", step.rows.ne[:1], "i32")
 
     def _of_last_stage(self, x: Tensor, made: Callable[[Tensor], Tensor], ne: tuple[int, int]) -> Tensor:
         """What the last stage makes of what its layers have passed, f32 of that shape, on all stages. x: _passed()."""

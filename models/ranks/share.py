@@ -68,11 +68,11 @@ class Share:
         """This rank, and the one in its place of another stage, by their numbers among all."""
         return self.stage * self.ranks + self.rank, stage * self.ranks + self.rank
 
-    def everywhere(self, x: Tensor, source: int, name: str, ne: Sequence[int] = ()) -> Tensor:
-        """x of the stage `source`, on all stages; of the others x is what they gave or took before. ne: of what they
-        take, where x has another shape."""
+    def everywhere(self, x: Tensor, source: int, name: str, ne: Sequence[int] = (), kind: str = "") -> Tensor:
+        """x of the stage `source`, on all stages; of the others x is what they gave or took before. ne, kind: of what
+        they take, where x has another shape or type."""
         if self.stage != source:
-            return self.taken(x, source, x.dtype.name, ne or x.ne, name)
+            return self.taken(x, source, kind or x.dtype.name, ne or x.ne, name)
         others = [stage for stage in range(self.stages) if stage != source]
         x = x.named(f"{name} (own)") if others else x
         for stage in others:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,8 @@ from graphrt.models.weights import Weights
 from graphrt.progress import Advance, ignore
 from graphrt.tensor import Tensor, full_dims, new_tensor
 
+#: Bytes of the rows that columns are taken out of at once.
+TOGETHER = 4 << 20
 Bytes = npt.NDArray[np.uint8]
 
 
@@ -52,8 +55,36 @@ class RankWeights(Weights):
 
     def _bound(self, leaf: Tensor, source: str) -> Buffer:
         """The memory of a leaf, of this rank's part of the file's tensor `source`."""
-        info, cut = self.file.tensors[source], self.plan.cuts[leaf.name]
-        return self._held(leaf, cut_bytes(self.file.data(source), info, cut, self.own))
+        return self._held(leaf, part_of(self.file, source, self.plan.cuts[leaf.name], self.own))
+
+
+def part_of(file: GGUFFile, name: str, cut: Cut, rank: int) -> Bytes:
+    """A rank's part of a file's tensor, 1-D. Rows are read as they lie; columns are taken out of a few rows at a time,
+    so that of a file whose bytes are made when they are asked for never much more than the part is in memory."""
+    info = file.tensors[name]
+    if not cut.spans:
+        return cut_bytes(file.data(name), info, cut, rank)
+    ne = full_dims(info.ne)
+    row, n_rows = info.dtype.row_size(ne[0]), math.prod(ne[1:])
+    if cut.dim == 0:
+        mine = np.empty((n_rows, info.dtype.row_size(cut.ne(ne, rank)[0])), np.uint8)
+        step = max(1, TOGETHER // row)
+        for first in range(0, n_rows, step):
+            rows = file.span(name, first * row, min(first + step, n_rows) * row).reshape(-1, row)
+            at = 0
+            for a, b in (map(info.dtype.row_size, span) for span in cut.spans[rank]):
+                mine[first : first + step, at : at + b - a] = rows[:, a:b]
+                at += b - a
+        return mine.reshape(-1)
+    unit, outer = row * math.prod(ne[1 : cut.dim]), math.prod(ne[cut.dim + 1 :])
+    spans = [(i * ne[cut.dim] + a, i * ne[cut.dim] + b) for i in range(outer) for a, b in cut.spans[rank]]
+    if len(spans) == 1:
+        return file.span(name, spans[0][0] * unit, spans[0][1] * unit)
+    found, at = np.empty(sum(b - a for a, b in spans) * unit, np.uint8), 0
+    for a, b in spans:
+        found[at : at + (b - a) * unit] = file.span(name, a * unit, b * unit)
+        at += (b - a) * unit
+    return found
 
 
 def cut_bytes(data: Bytes, info: TensorInfo, cut: Cut, rank: int) -> Bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,8 +22,10 @@ from graphrt.models import load
 from graphrt.models.engine import Engine, SessionOptions
 from graphrt.models.gguf import GGUFFile
 from graphrt.models.model import Model
+from graphrt.models.ranks.played import PlayedDecoder
 from graphrt.models.ranks.report import rank_needs
 from graphrt.models.ranks.stages import owners, stages_of
+from graphrt.models.step import PreparedStep, StepInputs
 from graphrt.ops.linked import linked
 from graphrt.ops.send_recv import link_bytes, on_link
 
@@ -158,6 +161,36 @@ def test_every_byte_is_one_stage_s(tmp_path: Path) -> None:
 def test_prompts_are_read_in_as_many_steps_as_stages_like(stages: int, n: int, wanted: int) -> None:
     engine: Any = SimpleNamespace(n_batch=512, decoder=SimpleNamespace(stages=stages))
     assert Engine.at_once(engine, n) == wanted
+
+
+# ---- what goes back
+
+
+def test_only_the_likeliest_token_goes_back(tmp_path: Path) -> None:
+    """Of a step whose logits nobody keeps, with stages of one rank and of two."""
+    for ranks in (2, 4):
+        model = model_of(tmp_path, "llama", ranks, 2)
+        decoder, session = model.decoder, model.session(F32)
+        assert isinstance(decoder, PlayedDecoder)
+        wanted = int(session.eval([3]).argmax())
+        cache = model.session(F32).cache
+        inputs = StepInputs.of(cache, new_input("i32", 1, name="inp_tokens"), 1, False)
+        target, graphs, first = new_input("i32", 1, name="board"), [], 0
+        for rank, hp in zip(decoder.ranks, decoder.cached):
+            own = SimpleNamespace(
+                layers=cache.layers[first : first + hp.n_layer], n_ctx=cache.n_ctx, n_seq=1, flash_attn=True, prec=0
+            )
+            first += hp.n_layer
+            graphs.append(rank._choosing(replace(inputs, cache=own), target, None, keep_logits=False))  # type: ignore
+        sent = [node for graph in graphs for node in graph.nodes if node.op == "RECV"]
+        embedded, tokens = decoder.hp.n_embd, [node for node in sent if node.dtype.name == "i32"]
+        assert [node.ne[0] for node in sent if node not in tokens] == [embedded] * (ranks // 2)
+        assert [node.n_elements for node in tokens] == [1] * (ranks // 2)
+        whole = linked(graphs, 2)
+        step = PreparedStep(inputs, prepare(whole, "cpu"))
+        step.write(np.zeros((1, 1), np.int64), np.array([3], np.int32), np.array([0], np.int32))
+        step.exe.run()
+        assert [int(step.exe.read(out).reshape(-1)[0]) for out in whole.outputs] == [wanted] * len(whole.outputs)
 
 
 # ---- several processes

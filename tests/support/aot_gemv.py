@@ -108,7 +108,7 @@ def _joins(target: Target) -> Iterator[tuple[str, Launch]]:
         if linked and not target.is_nvidia:
             continue
         x, norm = torch.empty(n, k), NormWeight(torch.empty(k), 1e-6)
-        peers = Peers(1, ranks, words, words, torch.empty(64, dtype=torch.int32)) if linked else None
+        peers = Peers(1, ranks, words, words, torch.empty((64, 16), dtype=torch.int32)) if linked else None
         found = Q8Rows.empty(n, k, "cpu") if n == 1 else torch.empty(n, k, dtype=torch.float16)
         yield f"join {ranks} n={n} k={k}", join_launch(target, x, ranks, peers, x, x, None, norm, found, True)
         both = join_launch(target, x, ranks, peers, x, x, norm, norm, None, False, out_f32=x)

@@ -3,7 +3,8 @@ orders in which it can happen.
 
 A rank is where it stands in its round; a word is (number, round, what), of which the kernel sees the number and a
 value: `round` and `what` are kept to see that the value is the one that was meant. Rows don't touch each other, so
-there is one. Stores are on their way until they arrive, in any order but for those to one word.
+there is one. It may be several programs' of a rank, of which each tells its words, waits for all, and then stores over
+what the others read. Stores are on their way until they arrive, in any order but for those to one word.
 
 A rank reads its words all at once, when all are there, where the kernel asks for one after the other and for all again
 if one is late. Nothing is lost by that: as soon as a word could be taken for what it is not, or is written over before
@@ -35,11 +36,11 @@ Store = tuple[Place, Word]
 
 
 class Rank(NamedTuple):
-    """round: which one it is in, from 1; told: it has told its part of that; sent: stores that have not arrived, the
-    oldest first."""
+    """round: which one it is in, from 1; done: how many of its actions each program has done; sent: stores that have
+    not arrived, the oldest first."""
 
-    round: int = 1
-    told: bool = False
+    round: int
+    done: tuple[int, ...]
     sent: tuple[Store, ...] = ()
 
 
@@ -51,15 +52,18 @@ class State(NamedTuple):
 @dataclass(frozen=True)
 class Protocol:
     """size: ranks; shots: of each round in turn, 1 or 2; n_words: of a row; most: the highest number of a round, behind
-    which 1 follows; buffer: which buffer a round of that number has; fits: whether a word of one number is of the round
-    of another; clears: which buffers a rank sets to 0 after a round, by its number; waits: a rank that is no owner
-    waits for the sum."""
+    which 1 follows; programs: of a rank's row, in one shot; order: what each does, of "read" (what the others store
+    over), "tell" and "wait"; buffer: which buffer a round of that number has; fits: whether a word of one number is of
+    the round of another; clears: which buffers a rank sets to 0 after a round, by its number; waits: a rank that is no
+    owner waits for the sum."""
 
     size: int
     shots: tuple[int, ...]
     n_words: int = 1
     most: int = 4
     owner: int = 0
+    programs: int = 1
+    order: tuple[str, ...] = ("tell", "wait")
     buffer: Callable[[int], int] = field(default=lambda number: number & 1)
     fits: Callable[[int, int], bool] = field(default=lambda word, number: word == number)
     clears: Callable[[int], Sequence[int]] = field(default=lambda number: ())
@@ -80,12 +84,17 @@ class Protocol:
             sources, what = (self.owner,) if self.waits else (), SUM
         return [(self.place(rank, round, s, w), what) for s in sources for w in range(self.n_words)]
 
-    def told(self, rank: int, round: int, what: int) -> tuple[Store, ...]:
-        """The stores by which a rank tells its part, or the sum."""
+    def told(self, rank: int, round: int, what: int, program: int = 0) -> tuple[Store, ...]:
+        """The stores by which a rank's program tells its part, or an owner the sum."""
         word = Word(self.number(round), round, what)
         parts_to = [self.owner] if self.shots[round - 1] == 2 else range(self.size)
         peers = range(self.size) if what == SUM else parts_to
-        return tuple((self.place(peer, round, rank, w), word) for peer in peers for w in range(self.n_words))
+        own = range(program, self.n_words, self.programs)
+        return tuple((self.place(peer, round, rank, w), word) for peer in peers for w in own)
+
+    def begun(self, round: int, sent: tuple[Store, ...] = ()) -> Rank:
+        """A rank that begins a round."""
+        return Rank(round, (0,) * self.programs, sent)
 
 
 class Wrong(Exception):
@@ -95,7 +104,7 @@ class Wrong(Exception):
 def check(protocol: Protocol) -> int:
     """Goes through all states that can be, and gives their number. Raises Wrong where a word is taken for one that it
     is not, is written over before its reader is done with it, or ranks wait for ever."""
-    first = State((Rank(),) * protocol.size, ())
+    first = State((protocol.begun(1),) * protocol.size, ())
     seen, left = {first}, [first]
     while left:
         state = left.pop()
@@ -132,10 +141,25 @@ def _arriving(state: State, words: dict[Place, Word], number: int, rank: Rank) -
 
 
 def _going_on(protocol: Protocol, state: State, words: dict[Place, Word], number: int, rank: Rank) -> Iterator[State]:
-    if not rank.told:
-        sent = rank.sent + protocol.told(number, rank.round, PART)
-        yield _with(state, words, number, rank._replace(told=True, sent=sent))
-        return
+    for program, done in enumerate(rank.done):
+        if done == len(protocol.order):
+            continue
+        action, sent = protocol.order[done], rank.sent
+        if action == "wait" and not _has_all(protocol, words, number, rank):
+            continue
+        if action == "wait" and any("read" in protocol.order[other:] for other in rank.done):
+            raise Wrong(f"in round {rank.round} a program stores over what another one of its rank has not read")
+        if action == "tell":
+            sent += protocol.told(number, rank.round, PART, program)
+        after = rank._replace(done=(*rank.done[:program], done + 1, *rank.done[program + 1 :]), sent=sent)
+        if all(n == len(protocol.order) for n in after.done):
+            yield _with(state, *_over(protocol, words, number, after))
+        else:
+            yield _with(state, words, number, after)
+
+
+def _has_all(protocol: Protocol, words: dict[Place, Word], number: int, rank: Rank) -> bool:
+    """All words that a program of a rank waits for are there."""
     late = False
     for place, what in protocol.asked(number, rank.round):
         word = words.get(place, Word())
@@ -143,18 +167,17 @@ def _going_on(protocol: Protocol, state: State, words: dict[Place, Word], number
             late = True
         elif word.round != rank.round or word.what != what:
             raise Wrong(f"in round {rank.round} a word of round {word.round} is taken for its own")
-    if not late:
-        yield _with(state, *_over(protocol, words, number, rank))
+    return not late
 
 
 def _over(protocol: Protocol, words: dict[Place, Word], number: int, rank: Rank) -> tuple[dict[Place, Word], int, Rank]:
-    """A rank has all that it waited for: its round is over, and an owner tells the sum."""
+    """All programs of a rank have what they waited for: its round is over, and an owner tells the sum."""
     sent = rank.sent
     if protocol.shots[rank.round - 1] == 2 and number == protocol.owner:
         sent += protocol.told(number, rank.round, SUM)
     cleared = protocol.clears(protocol.number(rank.round))
     words = {place: Word() if place[0] == number and place[1] in cleared else word for place, word in words.items()}
-    return words, number, Rank(rank.round + 1, False, sent)
+    return words, number, protocol.begun(rank.round + 1, sent)
 
 
 def _with(state: State, words: dict[Place, Word], number: int, rank: Rank) -> State:

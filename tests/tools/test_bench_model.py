@@ -25,7 +25,7 @@ from graphrt.models.engine import SessionOptions
 from graphrt.models.gguf import GGUFFile
 from graphrt.models.model import Model
 from graphrt.models.synthetic import MIXES, RECIPES, more_bits, synthetic
-from graphrt.models.synthetic_blocks import TYPES, cut, pool
+from graphrt.models.synthetic_blocks import TYPES, cut, places, pool
 from graphrt.program import Program
 from graphrt.testing import nmse
 from graphrt.tools import cli
@@ -119,7 +119,8 @@ def test_a_large_tensor_is_cut_from_the_pool_in_whole_blocks(kind: str) -> None:
     blocks = pool(dtype(kind), 0.1, np.random.default_rng(0))
     known = {block.tobytes() for block in blocks}
     size = dtype(kind).type_size
-    data = cut(blocks, (3 * len(blocks) + 7) * size, np.random.default_rng(1))
+    nbytes = (3 * len(blocks) + 7) * size
+    data = cut(blocks, 0, nbytes, places(blocks, nbytes, np.random.default_rng(1)))
     assert all(block.tobytes() in known for block in data.reshape(-1, size)[:: len(blocks) // 500])
 
 

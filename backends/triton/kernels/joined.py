@@ -14,8 +14,12 @@ One shot: each rank writes its row to all others, and adds up all. Two shots: th
 they are given, and write the sum to all others. Both add rank 0's and 1's first, then 2's, so that all ranks have the
 bits of played ranks.
 
-A program has a row, and waits for the same program of other ranks alone, after it has written what these wait for. All
-programs of a launch must be on the GPU together, since those of another rank may run in another order.
+A row is one program's, or several programs': each writes its part of the row to all ranks, waits for all parts of all
+ranks, and has the whole sum and its norm, of which it stores its part. So what leaves a GPU leaves through several
+multiprocessors, and nothing is handed on between them. The sum may take the residual's place, which the programs beside
+it read too: each writes to others only after it has read, so whoever has all words may store. A program waits only for
+programs that have been given what they wait for, or write it first. All programs of a launch must be on the GPU
+together, since those of another rank may run in another order.
 """
 
 from __future__ import annotations
@@ -25,7 +29,7 @@ import triton
 import triton.language as tl
 
 from graphrt.backends.triton.accesses import accesses
-from graphrt.backends.triton.device import Target
+from graphrt.backends.triton.device import Target, interpreting
 from graphrt.backends.triton.kernels.common.pdl import gdc_launch_dependents, gdc_wait
 from graphrt.backends.triton.kernels.products.activations import (
     MAX_ADD_NORM,
@@ -38,9 +42,13 @@ from graphrt.backends.triton.kernels.products.activations import (
     uses_ptx,
 )
 from graphrt.backends.triton.launch import Launch, launch_options
-from graphrt.peers import LONGEST, ROWS, Peers
+from graphrt.peers import LONGEST, ROWS, SPLITS, Peers
 from graphrt.ranks import ONE_SHOT
 
+#: Elements of a part of a row that has a program of its own. At least so many: each program reads all parts.
+PART = 512
+#: Programs of a launch whose rows have several: of more (16 rows by 8) reading all of every row costs more than it saves.
+MOST_PROGRAMS = 32
 #: A round's number is below this, so that it is a positive int32.
 MOST_ROUNDS = tl.constexpr(2147483646)
 
@@ -184,17 +192,26 @@ def _added_up(
 
 
 @triton.jit
+def _after(number, values, PTX: tl.constexpr):
+    """The number, once all f32 `values` have been read: words that carry it leave no earlier."""
+    found = tl.max(tl.reshape(values, [values.numel]).to(tl.int32, bitcast=True) & 0x7FFFFFFF)
+    if PTX:  # which no compiler can tell to be nothing
+        found = tl.inline_asm_elementwise("and.b32 $0, $1, 0x80000000;", "=r,r", [found], tl.int32, False, 1)
+    return number + tl.where(found == -1, 1, 0)
+
+
+@triton.jit
 def _joined(
-    x, p_slots, p_table, rank, row, number, k, BY_OWNER: tl.constexpr, RANKS: tl.constexpr, ROWS: tl.constexpr,
+    x, own, p_slots, p_table, rank, row, number, k, BY_OWNER: tl.constexpr, RANKS: tl.constexpr, ROWS: tl.constexpr,
     LONGEST: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """The sum of all ranks' row, f32 [groups, 32] of k elements. BY_OWNER: one rank has all parts and writes the sum to
-    all; else every rank has."""
+    """The sum of all ranks' row, f32 [groups, 32] of k elements. own: bool [groups, 1], which of them this program
+    writes; BY_OWNER: one rank has all parts and writes the sum to all; else every rank has."""
     i = tl.arange(0, x.shape[0])[:, None] * 32 + tl.arange(0, 8)[None, :] * 4
     m = i < k
     mine = fours(x)
     if not BY_OWNER:
-        _tell_all(mine, p_table, rank, row, number, i, m, RANKS, ROWS, LONGEST, PTX)
+        _tell_all(mine, p_table, rank, row, number, i, m & own, RANKS, ROWS, LONGEST, PTX)
         a, b, c, d = _added_up(p_slots, row, number, i, m, RANKS, ROWS, LONGEST, PTX)
     else:
         owner = row % RANKS
@@ -215,14 +232,16 @@ def _joined(
 @triton.jit(do_not_specialize=["rank"])
 def join_rows(
     p_x, p_slots, p_table, p_rounds, rank, p_w, eps, p_residual, p_sum, p_w2, eps2, p_out, p_q, p_d, p_s, k,
-    HOW: tl.constexpr, RANKS: tl.constexpr, ROWS: tl.constexpr, LONGEST: tl.constexpr, TO: tl.constexpr,
-    PARTS: tl.constexpr, EARLY: tl.constexpr, BLOCK: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
+    HOW: tl.constexpr, SPLIT: tl.constexpr, MOST: tl.constexpr, RANKS: tl.constexpr, ROWS: tl.constexpr,
+    LONGEST: tl.constexpr, TO: tl.constexpr, PARTS: tl.constexpr, EARLY: tl.constexpr, BLOCK: tl.constexpr,
+    PTX: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (row): sum = x of rank 0 + x of rank 1 + ..., after norm() * w if there is a w, + residual if there is
-    one; norm(sum) * w2 stored as TO says, if there is a w2.
+    """Program (row, part): sum = x of rank 0 + x of rank 1 + ..., after norm() * w if there is a w, + residual if there
+    is one; norm(sum) * w2 stored as TO says, if there is a w2.
 
     HOW: "parts": x is f32 [RANKS, n, k], all ranks'; "one shot", "two shots": x is this rank's, f32 [n, k], and the
-    others' come as the module says: p_slots, p_table, p_rounds as Peers has them, ROWS, LONGEST of theirs. residual,
+    others' come as the module says: p_slots, p_table, p_rounds as Peers has them, ROWS, LONGEST of theirs, MOST is its
+    SPLITS. SPLIT: parts of a row, a power of two up to MOST, 1 of "parts" and of two shots. residual,
     sum: f32 [n, k] without gaps; sum's memory may be x's or residual's. w, w2: f32 [k], read before what other kernels
     wrote if EARLY. out: norm(sum) * w2 in f32, or None. TO, PARTS: as store_row(). A block is a row.
     """
@@ -231,30 +250,39 @@ def join_rows(
     i = tl.arange(0, BLOCK // 32)[:, None] * 32 + tl.arange(0, 32)[None, :]
     m = i < k
     at = row * k + i
+    part = tl.program_id(1)
+    group = tl.arange(0, BLOCK // 32)
+    own = (group // (BLOCK // 32 // SPLIT) == part)[:, None]
     if EARLY:
         w, w2 = norm_weight(p_w, i, m), norm_weight(p_w2, i, m)
     if PDL:
         gdc_wait()
-    x = tl.load(p_x + at, mask=m, other=0.0)
+    x = tl.load(p_x + at, mask=m & own, other=0.0)
+    residual = 0.0
+    if p_residual is not None and SPLIT > 1:
+        residual = tl.load(p_residual + at, mask=m, other=0.0)
     if HOW == "parts":
         every = tl.num_programs(0).to(tl.int64) * k
         for source in tl.static_range(1, RANKS):
             x += tl.load(p_x + source * every + at, mask=m, other=0.0)
     else:
-        last = tl.load(p_rounds + program)
+        last = tl.load(p_rounds + program * MOST + part)
         number = tl.where(last >= MOST_ROUNDS, 1, last + 1)
+        told = number
+        if p_residual is not None and SPLIT > 1:
+            told = _after(number, residual, PTX)
         by_owner: tl.constexpr = HOW == "two shots"
-        x = _joined(x, p_slots, p_table, rank, program, number, k, by_owner, RANKS, ROWS, LONGEST, PTX)
-        tl.store(p_rounds + program, number)
-    residual = 0.0
-    if p_residual is not None:
+        x = _joined(x, own, p_slots, p_table, rank, program, told, k, by_owner, RANKS, ROWS, LONGEST, PTX)
+        # All of a row's counts go on, in whatever number of parts the next launch has it.
+        tl.store(p_rounds + program * MOST + part + tl.arange(0, MOST // SPLIT) * SPLIT, number)
+    if p_residual is not None and SPLIT == 1:
         residual = tl.load(p_residual + at, mask=m, other=0.0)
     if PDL:
         gdc_launch_dependents()
     if not EARLY:
         w, w2 = norm_weight(p_w, i, m), norm_weight(p_w2, i, m)
     add_norm_row(
-        x, p_w, w, eps, p_residual, residual, p_sum, p_w2, w2, eps2, p_out, p_q, p_d, p_s, row, i, m, k, TO, PARTS
+        x, p_w, w, eps, p_residual, residual, p_sum, p_w2, w2, eps2, p_out, p_q, p_d, p_s, row, i, m & own, k, TO, PARTS
     )  # fmt: skip
 
 
@@ -263,29 +291,40 @@ def shots(ranks: int, nbytes: int) -> int:
     return 1 if ranks == 2 or nbytes <= ONE_SHOT else 2
 
 
+def split_of(target: Target, n: int, k: int) -> int:
+    """Into how many parts n rows of k elements go, each a program's: as many as are worth it and on the GPU at once, of
+    at least PART elements."""
+    if interpreting():
+        return 1  # which runs one program after the other
+    most = min(SPLITS, -(-k // PART), min(MOST_PROGRAMS, target.sm_count) // n)
+    return 1 << max(0, most.bit_length() - 1)
+
+
 def join_launch(
     target: Target, x: torch.Tensor, ranks: int, peers: Peers | None, total: torch.Tensor,
     residual: torch.Tensor | None = None, norm: NormWeight | None = None, second: NormWeight | None = None,
     out: Q8Rows | torch.Tensor | None = None, early: bool = False, ordered: bool = False,
-    out_f32: torch.Tensor | None = None,
+    out_f32: torch.Tensor | None = None, split: int = 0,
 ) -> Launch:  # fmt: skip
     """total = the sum over ranks, after `norm` if there is one, and with residual if there is one; and out, `second` of
     total, rounded.
 
     x: this rank's part, f32 [n, k], where ranks share `peers`; else all ranks', [ranks, n, k]. total, residual: f32
     [n, k] without gaps, n up to ROWS and k to LONGEST; total may be x or residual. out, early, ordered, out_f32: as
-    add_norm_quantize() has them.
+    add_norm_quantize() has them. split: parts of a row that are told by themselves, 0 to choose.
     """
     n, k = total.shape
     assert k <= min(LONGEST, MAX_ADD_NORM) and n <= ROWS and (peers is None or n <= target.sm_count)
     block = max(32, 1 << (k - 1).bit_length())
     how = "parts" if peers is None else "one shot" if shots(ranks, 4 * n * k) == 1 else "two shots"
+    split = split or split_of(target, n, k)
+    split = 1 if how != "one shot" else split
     args = {
         "p_x": x, "p_slots": peers and peers.slots, "p_table": peers and peers.table,
         "p_rounds": peers and peers.rounds, "rank": 0 if peers is None else peers.rank, "p_w": norm and norm.row,
         "eps": norm.eps if norm else 0.0, "p_residual": residual, "p_sum": total, "p_w2": second and second.row,
         "eps2": second.eps if second else 0.0, "p_out": out_f32, **outputs_of(out), "k": k, "HOW": how,
-        "RANKS": ranks, "ROWS": ROWS, "LONGEST": LONGEST, "TO": form_of(out, ordered), "EARLY": early, "BLOCK": block,
-        "PTX": uses_ptx(target), "PDL": target.has_pdl,
+        "SPLIT": split, "MOST": SPLITS, "RANKS": ranks, "ROWS": ROWS, "LONGEST": LONGEST,
+        "TO": form_of(out, ordered), "EARLY": early, "BLOCK": block, "PTX": uses_ptx(target), "PDL": target.has_pdl,
     }  # fmt: skip
-    return Launch(join_rows, (n,), args, launch_options(target, min(16, max(1, block // 256))))
+    return Launch(join_rows, (n, split), args, launch_options(target, min(16, max(1, block // 256))))

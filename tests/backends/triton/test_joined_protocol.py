@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import pytest
 from support.joined_protocol import Protocol, Wrong, check
@@ -71,6 +72,30 @@ def test_words_that_were_not_written_since_their_number_was_in_use() -> None:
 @pytest.mark.parametrize("shots", [(1, 1, 1), (1, 2, 1), (2, 1, 2), (2,) * 6], ids=str)
 def test_three_ranks(shots: tuple[int, ...]) -> None:
     assert check(as_written(3, shots, most=MOST if len(shots) == 6 else 2 * MOST)) > 500
+
+
+#: What each of a row's programs does (joined.py: _after() holds what it tells back until it has read).
+IN_PARTS = ("read", "tell", "wait")
+
+
+@pytest.mark.parametrize(("n_words", "rounds"), [(2, 5), (3, 1)])
+def test_a_row_of_several_programs(n_words: int, rounds: int) -> None:
+    """Two, each of which tells its words, waits for all, and then stores over what the other one reads."""
+    assert check(replace(as_written(2, (1,) * rounds, n_words), programs=2, order=IN_PARTS)) > 500
+
+
+@pytest.mark.parametrize(
+    ("broken", "said"),
+    [
+        ({"order": ("tell", "read", "wait")}, "stores over what another one of its rank has not read"),
+        ({"buffer": lambda number: 0}, "is written over round"),
+        ({"fits": lambda word, number: word != 0}, "is taken for its own"),
+    ],
+    ids=["told before it is read", "one buffer", "any number will do"],
+)  # fmt: skip
+def test_what_is_wrong_with_several_programs(broken: dict[str, Any], said: str) -> None:
+    with pytest.raises(Wrong, match=said):
+        check(replace(as_written(2, (1,) * 4, 2), **{"programs": 2, "order": IN_PARTS} | broken))
 
 
 def test_places_are_apart() -> None:

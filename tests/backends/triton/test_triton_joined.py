@@ -27,7 +27,7 @@ from support.fused_graphs import kernels, leaf, normed, product
 
 from graphrt.backends.triton.kernels import collectives, joined, joined_fusions, planned_norms
 from graphrt.backends.triton.kernels.products.activations import NormWeight
-from graphrt.peers import LONGEST, ROWS, Peers, words
+from graphrt.peers import LONGEST, ROWS, SPLITS, Peers, words
 from graphrt.tensor import Tensor
 
 #: Seconds after which ranks wait for each other for ever.
@@ -63,7 +63,7 @@ def as_processes(size: int, rounds: Sequence[Round], first: int = 0, late: int =
     table = torch.tensor([t.data_ptr() for t in slots], dtype=torch.int64)  # the same in a process that is forked
 
     def rank(number: int) -> None:
-        own = Peers(number, size, slots[number], table, torch.full((ROWS,), first, dtype=torch.int32))
+        own = Peers(number, size, slots[number], table, torch.full((ROWS, SPLITS), first, dtype=torch.int32))
         for made in rounds:
             time.sleep(0.02 * (number == late))
             shape = tuple(made.parts[number].shape)
@@ -74,7 +74,11 @@ def as_processes(size: int, rounds: Sequence[Round], first: int = 0, late: int =
             )()  # fmt: skip
 
     context = multiprocessing.get_context("fork")
-    processes = [context.Process(target=rank, args=(number,)) for number in range(size)]
+    ended([context.Process(target=rank, args=(number,)) for number in range(size)])
+
+
+def ended(processes: Sequence[Any]) -> None:
+    """Runs processes that wait for each other, all of which must end."""
     for process in processes:
         process.start()
     until = time.monotonic() + FOREVER
@@ -84,7 +88,86 @@ def as_processes(size: int, rounds: Sequence[Round], first: int = 0, late: int =
     for process in processes:
         process.kill()
         process.join()
-    assert codes == [0] * size
+    assert codes == [0] * len(processes)
+
+
+def as_parts(size: int, split: int, rounds: Sequence[Round], late: tuple[int, int], first: int = 0) -> None:
+    """The same of ranks that have a process for each part of a row, which begin a round together; the sum takes the
+    residual's place. late: a rank's part that comes last; first: rounds before these, which a program had alone."""
+    from triton.runtime.interpreter import interpreter_builder as builder
+
+    slots = [torch.zeros(words(size), dtype=torch.int64).share_memory_() for _ in range(size)]
+    table = torch.tensor([t.data_ptr() for t in slots], dtype=torch.int64)
+    counts = [torch.zeros(ROWS, SPLITS, dtype=torch.int32).share_memory_() for _ in range(size)]
+    for number in range(first):
+        for of_rank in counts:
+            alone(of_rank, number)
+    context = multiprocessing.get_context("fork")
+    together = [context.Barrier(split) for _ in range(size)]
+    set_dim, set_idx = builder.set_grid_dim, builder.set_grid_idx
+
+    def part(number: int, mine: int) -> None:
+        builder.set_grid_dim = lambda x, y, z: set_dim(x, split, z)
+        builder.set_grid_idx = lambda x, y, z: set_idx(x, mine, z)
+        own = Peers(number, size, slots[number], table, counts[number])
+        for made in rounds:
+            k = made.parts[number].shape[1]
+            launch = joined.join_launch(
+                device.target(0), made.parts[number].clone(), size, own, made.totals[number], made.totals[number],
+                second=NormWeight(torch.linspace(0.5, 2, k), 1e-5), out_f32=made.normed[number], split=split,
+            )  # fmt: skip
+            assert launch.grid == (made.parts[number].shape[0], split)
+            launch.grid = (launch.grid[0], 1)
+            together[number].wait()
+            time.sleep(0.05 * ((number, mine) == late))
+            launch()
+            together[number].wait()
+
+    processes = [context.Process(target=part, args=(n, mine)) for n in range(size) for mine in range(split)]
+    ended(processes)
+
+
+@pytest.mark.parametrize(("size", "split", "late"), [(2, 2, (0, 1)), (2, 2, (1, 0)), (2, 4, (1, 2)), (3, 2, (2, 0))])
+def test_a_row_of_several_programs(size: int, split: int, late: tuple[int, int]) -> None:
+    """Of rows that fill their parts and rows that don't; the residual is read before the sum takes its place."""
+    rounds = rounds_of(size, [(1, 128), (2, 104), (1, 128)])
+    for made in rounds:
+        for total in made.totals:
+            total.copy_(residual_of(tuple(total.shape)))
+    as_parts(size, split, rounds, late)
+    for made in rounds:
+        check(made)
+
+
+def alone(counts: torch.Tensor, number: int) -> None:
+    """A round of all rows of one rank in one part, of two that say the same."""
+    slots = torch.zeros(words(2), dtype=torch.int64)
+    slots.view(2, ROWS, 2, LONGEST)[(number + 1) % 2, :, 1, :4] = number + 1 << 32  # what the other one has said
+    own = Peers(0, 2, slots, torch.tensor([slots.data_ptr()] * 2, dtype=torch.int64), counts)
+    launch = joined.join_launch(device.target(0), torch.zeros(2, 4), 2, own, torch.empty(2, 4))
+    launch()
+
+
+def test_a_row_in_other_parts_than_before() -> None:
+    """Rounds are a row's, however many programs have counted them."""
+    rounds = rounds_of(2, [(2, 128)] * 2)
+    for made in rounds:
+        for total in made.totals:
+            total.copy_(residual_of(tuple(total.shape)))
+    as_parts(2, 2, rounds, (0, 1), first=3)
+    for made in rounds:
+        check(made)
+
+
+def test_parts_of_rows() -> None:
+    """Up to 32 programs of a launch, of 512 elements and more; the interpreter runs programs one by one."""
+    assert joined.split_of(device.target(0), 1, 4096) == 1
+    hopper = SimpleNamespace(sm_count=132)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(joined, "interpreting", lambda: False)
+        shapes = ((1, 4096), (1, 8192), (1, 5120), (1, 576), (16, 4096), (64, 8192))
+        found = [joined.split_of(hopper, *of) for of in shapes]
+    assert found == [8, 16, 8, 2, 2, 1]
 
 
 def check(made: Round) -> None:
@@ -133,7 +216,7 @@ class TwoRanks:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.first, self.own = (torch.zeros(words(2), dtype=torch.int64) for _ in range(2))
         table = torch.tensor([t.data_ptr() for t in (self.first, self.own)], dtype=torch.int64)
-        self.peers = Peers(1, 2, self.own, table, torch.zeros(ROWS, dtype=torch.int32))
+        self.peers = Peers(1, 2, self.own, table, torch.zeros(ROWS, SPLITS, dtype=torch.int32))
         for module in (collectives, joined_fusions, planned_norms):
             monkeypatch.setattr(module, "peers", lambda size: self.peers)
         monkeypatch.setattr(ranks, "_gpus", [1])
