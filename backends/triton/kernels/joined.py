@@ -47,7 +47,7 @@ from graphrt.ranks import ONE_SHOT
 
 #: Elements of a part of a row that has a program of its own. At least so many: each program reads all parts.
 PART = 512
-#: Programs of a launch whose rows have several: of more (16 rows by 8) reading all of every row costs more than it saves.
+#: Programs of a launch whose rows have several: of more (16 rows by 8) reading whole rows costs more than it saves.
 MOST_PROGRAMS = 32
 #: A round's number is below this, so that it is a positive int32.
 MOST_ROUNDS = tl.constexpr(2147483646)
