@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from graphrt.models.continuous_batch import ContinuousBatch, Read
+from graphrt.models.continuous_batch import ContinuousBatch
 from graphrt.models.engine_paged import PagedEngine
 from graphrt.models.paged_steps import PagedSteps
 from graphrt.models.paging.ladder import block_rung, coarse_rung, rung
@@ -60,7 +60,10 @@ def warm_up(
     with task("compiling kernels", n_steps, "steps") as advance, engine.home.compiling(threads):
         for listed, n_candidates, has_adapters in ways:
             for size in listed:
-                engine.choosing(size, n_candidates, adapted=has_adapters).exe.compile_ahead()
+                step = engine.choosing(size, n_candidates, adapted=has_adapters)
+                step.reads.exe.compile_ahead()
+                if step.chooser is not None:
+                    step.chooser.exe.compile_ahead()
                 advance()
     with task("warming up", 2 * len(sizes.single), "steps") as advance:
         for settings in (RowSettings(), drawn):
@@ -113,21 +116,10 @@ def sizes_of(engine: PagedSteps) -> Sizes:
     return Sizes(single, beside, prompts, shared)
 
 
-class _OfSize(ContinuousBatch):
-    """One whose steps have a size that is more than they need."""
-
-    size: StepSize
-
-    def _own_size(self, reads: Sequence[Read]) -> StepSize:
-        return self.size
-
-
 def _run_size(engine: PagedEngine, size: StepSize, settings: RowSettings) -> None:
     """Runs a step of this size, which reads a prompt of two tokens, until it is captured."""
     for seq in range(RUNS - 1):
-        batch = _OfSize(engine)
-        batch.size = size
-        with batch:
+        with ContinuousBatch(engine, size=size) as batch:
             batch.add(0, [seq, seq], 1, _drawn(settings, 0))
             batch.step()
         engine.free(0)
