@@ -146,13 +146,13 @@ def test_steps_are_queued_ahead_and_few(llama: Model, monkeypatch: pytest.Monkey
 
 
 def test_tables_are_as_wide_as_texts_need(llama: Model) -> None:
-    engine = paged(llama, 2, n_ctx=2048)
+    engine = paged(llama, 2, n_ctx=8192, n_batch=512)
     engine.read({0: [1] * 20})
-    engine.read({1: [2] * 900})
+    engine.read({1: [2] * 2100})
     widths = {size.n_blocks for size, _ in engine._prepared}
-    assert widths == {32, 128} and engine.largest_size(2, 2).n_blocks == 128, "few sizes of steps that read prompts"
+    assert widths == {128, 512} and engine.largest_size(2, 2).n_blocks == 512, "few sizes of steps that read prompts"
     engine.read({1: [3]})
-    assert {size.n_blocks for size, _ in engine._prepared if size.n_tokens == 1} == {64}
+    assert {size.n_blocks for size, _ in engine._prepared if size.n_tokens == 1} == {256}
 
 
 DRAWN = SamplerParams(temp=1.5, top_k=40, top_p=0.9, min_p=0.0, seed=1)
