@@ -194,7 +194,7 @@ class ContinuousBatch:
         return True
 
     def _queue(self, reads: list[Read]) -> Queued:
-        """Queues the reading of a step's tokens, and where nothing else chooses the likeliest ones, that too."""
+        """Queues the reading of a step's tokens."""
         engine = self.engine
         new = {read.of.seq: read.n for read in reads}
         counts = np.array(list(new.values()), np.int32)
@@ -206,15 +206,14 @@ class ContinuousBatch:
         step = engine.choosing(plan.size, most, adapted=engine.is_adapted(new))
         given = np.concatenate([read.ids for read in reads if read.ids is not None] or [np.zeros(0, np.int32)])
         wanted = np.arange(n, dtype=np.int32) if every else np.cumsum(counts, dtype=np.int32) - 1
-        of_rows = self._rows(reads, every)
-        targets = np.array([row.target for row in of_rows], np.int64)
-        step.reads.write(new, self._sources(reads, n), wanted, plan.prefixes.groups, targets)
+        step.reads.write(new, self._sources(reads, n), wanted, plan.prefixes.groups)
         if len(given):
             buffer, offset = step.reads.exe.place(engine.board)
             buffer.write(offset + 4 * engine.given_at, given.view(np.uint8))
         stopped = engine.home.stopwatch()
         with threads.using(engine.n_threads_batch if n > len(reads) else 0):
             step.reads.exe.run()
+        of_rows = self._rows(reads, every)
         rows = (np.cumsum(counts) - counts).tolist() if every else [read.of.seq for read in reads]
         for read in reads:
             if read.ids is not None:
@@ -222,16 +221,7 @@ class ContinuousBatch:
                 read.of.n_prompt = max(0, read.of.n_prompt - len(read.ids))
             read.of.unasked -= read.chooses
             read.of.on_board = read.chooses and not every
-        queued = Queued(step, reads, rows, engine.n_seq if every else 0, of_rows, stopped())
-        if step.chooser is None:
-            self._answered(queued)
-        return queued
-
-    def _answered(self, queued: Queued) -> None:
-        """All of a step is queued: its tokens are on their way to the host."""
-        n = len(queued.of_rows) if queued.start else self.engine.n_seq
-        buffer, offset = queued.step.reads.exe.place(self.engine.board)
-        queued.answer = buffer.read_later(offset + 4 * queued.start, 4 * n)
+        return Queued(step, reads, rows, engine.n_seq if every else 0, of_rows, stopped())
 
     def _sources(self, reads: Sequence[Read], n: int) -> npt.NDArray[np.int32]:
         """The row of the board in which each token is found: its sequence's, or behind all that steps leave those that
@@ -266,8 +256,7 @@ class ContinuousBatch:
         return rows
 
     def _choose(self, queued: Queued) -> None:
-        """Queues the choice of a step's tokens. Where a sequence has ended since, another one may have its number."""
-        assert queued.step.chooser is not None
+        """Queues the choice of a step's tokens, and their way to the host. Where a sequence has ended since, another one may have its number."""
         self._allow(queued.reads)
         rows = iter(queued.of_rows)
         chosen = list[Row]()
@@ -276,7 +265,9 @@ class ContinuousBatch:
             for row in islice(rows, read.n if queued.start else 1):
                 chosen.append(row if there else row._replace(place=-1, target=-1))
         queued.step.chooser.choose(chosen)
-        self._answered(queued)
+        n = len(queued.of_rows) if queued.start else self.engine.n_seq
+        buffer, offset = queued.step.reads.exe.place(self.engine.board)
+        queued.answer = buffer.read_later(offset + 4 * queued.start, 4 * n)
 
     def _allow(self, reads: Sequence[Read]) -> None:
         """Has the device know what grammars let through, and what DRY takes off. Sequences that fail by it end."""

@@ -106,24 +106,19 @@ class PagedSteps(AnyEngine[PagedCache, PagedStep]):
     def choosing(self, size: StepSize, most: int = 0, *, adapted: bool = False) -> ChosenStep:
         """The same that finds its tokens on the board and leaves the next ones there, the likeliest or, with `most`,
         those that the sequences' tables say, of so many candidates."""
-        decoder, keep_logits = self.decoder, not self.home.asynchronous
-        scores = self.scores(size.n_outputs) if most else None
+        n, decoder, scores = size.n_outputs, self.decoder, self.scores(size.n_outputs)
 
         def make() -> PagedStep:
-            gates = self._gates(adapted)
-            if scores is None:
-                made = decoder.paged_chosen(self.board, size, self.cache, gates, keep_logits=keep_logits)
-            else:
-                made = decoder.paged_scored(self.board, size, self.cache, scores, gates, keep_logits=keep_logits)
+            gates, keep_logits = self._gates(adapted), not self.home.asynchronous
+            made = decoder.paged_scored(self.board, size, self.cache, scores, gates, keep_logits=keep_logits)
             return PagedStep(made[0], prepare(made[1], self.backends))
 
         def make_chooser() -> Chooser:
-            assert scores is not None
-            rows, graph = decoder.choices(scores, size.n_outputs, self.board, self.tables, most)
+            rows, graph = decoder.choices(scores, n, self.board, self.tables if most else None, most)
             return Chooser(rows, prepare(graph, self.backends))
 
-        reads = self._prepared.made((size, scores is not None, adapted, "board"), make)
-        return ChosenStep(reads, self._choosers.made((size.n_outputs, most), make_chooser) if most else None)
+        reads = self._prepared.made((size, adapted, "board"), make)
+        return ChosenStep(reads, self._choosers.made((n, most), make_chooser))
 
     @cached_property
     def _choosers(self) -> Recent[Hashable, Chooser]:
@@ -225,7 +220,7 @@ class PagedSteps(AnyEngine[PagedCache, PagedStep]):
     def draws_ahead(self, sampling: SampleParams) -> bool:
         size = self.largest_size(self.n_seq, self.n_seq)
         chooser = self.choosing(size, candidates([RowSettings.of(sampling)])).chooser
-        return super().draws_ahead(sampling) and chooser is not None and len(chooser.exe.splits) == 1
+        return super().draws_ahead(sampling) and len(chooser.exe.splits) == 1
 
     # ---- reading ----
 

@@ -1,5 +1,6 @@
-"""A step that leaves next tokens on a board. It chooses the likeliest itself; or it leaves logits, and a second graph
-chooses: what that needs, such as a grammar's mask, may become known while the device reads the tokens."""
+"""A step that leaves next tokens on a board, as two graphs: the first leaves logits, the second chooses. What the choice
+needs, such as a grammar's mask, may become known while the device reads the tokens; and few graphs serve all ways to
+choose."""
 
 from __future__ import annotations
 
@@ -50,7 +51,7 @@ class Chooser(Filled):
 
 
 class ChosenStep(NamedTuple):
-    """reads: reads tokens from the board; chooser: chooses the next ones, None where `reads` leaves the likeliest."""
+    """reads: reads tokens from the board; chooser: chooses the next ones."""
 
     reads: PagedStep
-    chooser: Chooser | None
+    chooser: Chooser

@@ -33,9 +33,8 @@ class PagedInputs(Inputs[PagedCache]):
     """The inputs of a graph over pages, of at most n_tokens tokens of at most n sequences: these are bounds, what they
     are is read from q_starts. Tokens beyond belong to nobody: they are written nowhere, and see nothing.
 
-    source: i32 [n_tokens], in which row of a board each token is found (Decoder.paged_chosen()), None where they are an
-    input; targets: i64 [n_outputs], the row of the board that gets each wanted row's next token, -1 for none of them,
-    None where the step chooses none; cells: i64 [n_tokens], -1 for those of nobody; q_starts: i32 [n + 1], the first
+    source: i32 [n_tokens], in which row of a board each token is found (Decoder.paged_scored()), None where they are an
+    input; cells: i64 [n_tokens], -1 for those of nobody; q_starts: i32 [n + 1], the first
     token of each sequence; lengths: i32 [n], tokens of each, the new ones included; tables: by kind of cells, i32
     [n_blocks, n], the pages of each; prefixes: i32 [3, n_groups], what sequences share of the kind "full", None where
     nothing is read once; owners: i32 [n_tokens], the engine's sequence of each token, None where no adapters are asked
@@ -43,7 +42,6 @@ class PagedInputs(Inputs[PagedCache]):
     """
 
     source: Tensor | None
-    targets: Tensor | None
     q_starts: Tensor
     lengths: Tensor
     tables: Mapping[str, Tensor]
@@ -57,11 +55,9 @@ class PagedInputs(Inputs[PagedCache]):
         size: StepSize,
         board: Tensor | None = None,
         *,
-        chooses: bool = False,
         gates: Tensor | None = None,
     ) -> PagedInputs:
-        """New inputs. board: where the tokens are found; chooses: the likeliest next ones are left there; gates: of
-        adapters, f32 [R, sequences of the engine]."""
+        """New inputs. board: where the tokens are found; gates: of adapters, f32 [R, sequences of the engine]."""
         (n_tokens, n, n_outputs, n_blocks, n_groups), kinds = size, cache.kinds
         if board is None:
             source, tokens = None, new_input("i32", n_tokens, name="inp_tokens")
@@ -78,7 +74,6 @@ class PagedInputs(Inputs[PagedCache]):
             None,
             ops.get_rows(gates, owners) if gates is not None and owners is not None else None,
             source,
-            new_input("i64", n_outputs, name="inp_targets") if chooses else None,
             new_input("i32", n + 1, name="attn_inp_q_starts"),
             new_input("i32", n, name="attn_inp_kv_lengths"),
             {k: new_input("i32", n_blocks, n, name=f"attn_inp_pages{SUFFIX[k]}") for k in kinds},
@@ -124,19 +119,15 @@ class PagedStep(AnyStep[PagedInputs]):
         tokens: npt.NDArray[np.int32] | None = None,
         rows: npt.NDArray[np.int32] | None = None,
         prefixes: Sequence[Prefix] = (),
-        targets: npt.NDArray[np.int64] | None = None,
     ) -> None:
         """Fills the inputs; what is left out stays as it is. new: how many of each sequence's last tokens are read, in
         the order in which they lie in `tokens`; they have cells already. tokens: their ids, or where they are found on
         the board; rows: indices among these; both may be shorter than the step's own. prefixes: of sequences by their
-        places in `new`; targets: the board's rows for the next tokens, -1 for none."""
+        places in `new`."""
         inputs = self.inputs
         read = inputs.tokens if inputs.source is None else inputs.source
         shared = np.array([number for prefix in prefixes for number in prefix], np.int32)
         given = self.fill({read: tokens, inputs.rows: rows, inputs.prefixes: shared})
-        if inputs.targets is not None and targets is not None:
-            self.own(inputs.targets)[: len(targets)], self.own(inputs.targets)[len(targets) :] = targets, -1
-            given.append(inputs.targets)
         self.filled([*given, *self._place(new)])
 
     def _place(self, new: Mapping[int, int]) -> list[Tensor]:

@@ -96,18 +96,6 @@ class Decoder(Transformer):
         inputs = StepInputs.of(cache, tokens, cache.n_seq, alibi, draws=draws, gates=self._usual_gates)
         return inputs, self._choosing(inputs, inputs.tokens, sampling, keep_logits)
 
-    def paged_chosen(
-        self, board: Tensor, size: StepSize, cache: PagedCache, gates: Tensor | None = None, *, keep_logits: bool = False
-    ) -> tuple[PagedInputs, Graph]:
-        """The same over pages, of any tokens: `board` is a leaf i32 [1, rows] with a buffer, where the step finds its
-        tokens in any order and leaves the likeliest next one of each wanted row where its inputs say. gates: as
-        paged_inputs()."""
-        inputs = PagedInputs.of(cache, size, board, chooses=True, gates=gates)
-        assert inputs.targets is not None
-        logits = self.result(inputs)
-        put = self._put(ops.argmax(logits), inputs.targets, board)
-        return inputs, Graph(put, *([logits] if keep_logits else []))
-
     def paged_scored(
         self,
         board: Tensor,
@@ -118,21 +106,22 @@ class Decoder(Transformer):
         *,
         keep_logits: bool = False,
     ) -> tuple[PagedInputs, Graph]:
-        """The same that chooses nothing: it leaves the logits of wanted rows in the first rows of `scores`, a leaf f32
-        [n_vocab, rows] with a buffer, for a graph of choices()."""
+        """The same over pages, of any tokens: `board` is a leaf i32 [1, rows] with a buffer, where the step finds its
+        tokens in any order. It leaves the logits of wanted rows in the first rows of `scores`, a leaf f32 [n_vocab,
+        rows] with a buffer, for a graph of choices(). gates: as paged_inputs()."""
         inputs = PagedInputs.of(cache, size, board, gates=gates)
         logits = self.result(inputs)
         kept = ops.cpy(logits, ops.view(scores, (self.hp.n_vocab, size.n_outputs)), name="scores")
         return inputs, Graph(kept, *([logits] if keep_logits else []))
 
     def choices(
-        self, scores: Tensor, n: int, board: Tensor, tables: SampleTables, most: int
+        self, scores: Tensor, n: int, board: Tensor, tables: SampleTables | None = None, most: int = 0
     ) -> tuple[RowInputs, Graph]:
-        """Chooses the next tokens of the first n rows of `scores` as these tables say, of at most so many candidates,
-        and leaves them on the board where the inputs say."""
-        rows = RowInputs.of(n)
-        chosen, said = tables.choose(ops.view(scores, (self.hp.n_vocab, n)), rows, most)
-        return rows, Graph(self._put(chosen, rows.targets, board), said)
+        """Chooses the next tokens of the first n rows of `scores`, the likeliest or as these tables say, of at most so
+        many candidates, and leaves them on the board where the inputs say."""
+        rows, logits = RowInputs.of(n), ops.view(scores, (self.hp.n_vocab, n))
+        chosen, *said = [ops.argmax(logits)] if tables is None else tables.choose(logits, rows, most)
+        return rows, Graph(self._put(chosen, rows.targets, board), *said)
 
     def _put(self, chosen: Tensor, targets: Tensor, board: Tensor) -> Tensor:
         """Tokens i32 [n] go to rows of the board."""
