@@ -19,6 +19,7 @@ from graphrt.backends.cpu import threads
 from graphrt.errors import CacheFullError, SessionError
 from graphrt.models.batch_reads import Going, Read, ReadPlan
 from graphrt.models.engine import MAX_AHEAD, Ids
+from graphrt.models.grammar import find_later
 from graphrt.models.guesses import Guesser, Pace
 from graphrt.models.paged_steps import PagedSteps
 from graphrt.models.sampling_device import Drawn, candidates, place_of
@@ -74,6 +75,7 @@ class ContinuousBatch:
         self.times = deque[StepTime](maxlen=MOST_TIMES)
         self._going: dict[int, Going] = {}
         self._queued: deque[Queued] = deque()
+        self._masked: Callable[[], None] = lambda: None  # waits until masks that are being found are there
         self._plan = ReadPlan(engine, self._going, pace, alone=alone, size=size)
         engine.begin(self)
 
@@ -128,6 +130,7 @@ class ContinuousBatch:
 
     def close(self) -> None:
         """Ends all, and leaves the engine to others."""
+        self._masked()
         seqs = self.going
         self._going.clear()
         self._queued.clear()
@@ -279,6 +282,7 @@ class ContinuousBatch:
                 self.engine.tables.deter(read.of.seq, read.of.how, text)
         asked = {read.of.seq: read.of for read in here if read.of.how.matcher is not None}
         if asked:
+            self._masked()
             for seq, error in self.engine.tables.allow({seq: of.how for seq, of in asked.items()}).items():
                 self._fail(asked[seq], error)
 
@@ -291,6 +295,7 @@ class ContinuousBatch:
         """What a step has read counts as read from now on, but for sequences that have ended since, and guesses that
         were wrong. Its tokens."""
         engine, found = self.engine, dict[int, list[int]]()
+        self._masked()
         asked = time.perf_counter()
         assert queued.answer is not None
         tokens = queued.answer().view(np.int32)
@@ -315,6 +320,9 @@ class ContinuousBatch:
                 found[seq] = chosen[: 1 + right]
                 going.unasked -= right
                 self._given(going, found[seq], read.guessed)
+        matchers = [self._going[seq].how.matcher for seq in found if seq in self._going]
+        if sum(matcher is not None for matcher in matchers) > 1:
+            self._masked = find_later(matchers)
         return found
 
     def _given(self, going: Going, tokens: Sequence[int], guessed: int) -> None:

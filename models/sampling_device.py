@@ -197,9 +197,8 @@ class SampleTables:
     def _allowed(self, how: Drawn) -> npt.NDArray[np.uint32]:
         """A bit for each token that a grammar lets through. Raises SessionError where none is left."""
         assert how.matcher is not None
-        words = np.zeros(self.mask.ne[0], np.uint32)
-        given = how.matcher.bits()
-        words[: len(given)] = given[: len(words)]
+        given = how.matcher.bits()[: self.mask.ne[0]]
+        words = given if len(given) == self.mask.ne[0] else np.pad(given, (0, self.mask.ne[0] - len(given)))
         left = words
         if how.biases:
             never = np.array([token for token, bias in how.biases if bias == -math.inf], np.int64)
