@@ -117,7 +117,7 @@ class ReadPlan:
             at = engine.cache.pool.of(prompt.seq).reserved
             piece = prompt.left[: min(prompt.n_prompt, engine.n_batch - at % engine.n_batch)]
             if not singles or len(piece) <= self._room:
-                self._room -= len(piece)
+                self._room -= len(piece) if singles else 0
                 return [Read(prompt, piece, len(piece) == len(prompt.left))]
         self._room = engine.n_batch
         return singles

@@ -57,8 +57,8 @@ class ContinuousBatch:
     rounding. failed: sequences whose grammar let nothing through or took too much, which have ended, with the error.
     alone: steps tell nothing of other sequences: a piece of a prompt, cut where n_batch divides it, is a step by
     itself, and all steps of single tokens have one size. pace: whether guesses pay, None where they are to be made in
-    any case; size: of all steps, where it is more than they need; n_guessed, n_right: tokens that were guessed, and those that were right; times: what the latest steps
-    took.
+    any case; size: of all steps, where it is more than they need; n_guessed, n_right: tokens that were guessed, and
+    those that were right; times: what the latest steps took.
 
         with ContinuousBatch(engine) as batch:
             batch.add(0, prompt, 64)
@@ -259,7 +259,8 @@ class ContinuousBatch:
         return rows
 
     def _choose(self, queued: Queued) -> None:
-        """Queues the choice of a step's tokens, and their way to the host. Where a sequence has ended since, another one may have its number."""
+        """Queues the choice of a step's tokens, and their way to the host. Where a sequence has ended since, another
+        one may have its number, which is left alone."""
         self._allow(queued.reads)
         rows = iter(queued.of_rows)
         chosen = list[Row]()

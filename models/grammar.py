@@ -141,8 +141,8 @@ def find_all(matchers: Iterable[object]) -> None:
 
 
 def find_later(matchers: Iterable[object]) -> Callable[[], None]:
-    """Begins with find_all() in a thread of its own, so that the caller goes on meanwhile; what this gives waits for the
-    end. Nothing else may be done with the matchers until then."""
+    """Begins with find_all() in a thread of its own, so that the caller goes on; what this gives waits for its end.
+    Nothing else may be done with the matchers until then."""
     done = _background().submit(find_all, list(matchers))
     return lambda: done.result()
 

@@ -158,8 +158,8 @@ class PagedSteps(AnyEngine[PagedCache, PagedStep]):
 
     @cached_property
     def board(self) -> Tensor:
-        """i32 [1, n_seq + 2 * most_tokens]: the token that a step has chosen for each sequence; from n_seq on those after
-        every token of a step; and from given_at on those that the host gives the next."""
+        """i32 [1, n_seq + 2 * most_tokens]: the token that a step has chosen for each sequence; from n_seq on those
+        after every token of a step; and from given_at on those that the host gives the next."""
         leaf = new_tensor("i32", 1, self.n_seq + 2 * self.most_tokens, name="token_board")
         leaf.buffer = self.home.alloc(leaf.nbytes, Usage.STATE)
         return leaf

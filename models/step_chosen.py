@@ -1,6 +1,6 @@
-"""A step that leaves next tokens on a board, as two graphs: the first leaves logits, the second chooses. What the choice
-needs, such as a grammar's mask, may become known while the device reads the tokens; and few graphs serve all ways to
-choose."""
+"""A step that leaves next tokens on a board, as two graphs: the first leaves logits, the second chooses. What the
+choice needs, such as a grammar's mask, may become known while the device reads the tokens; and few graphs serve all
+ways to choose."""
 
 from __future__ import annotations
 

@@ -17,6 +17,7 @@ from graphrt.models.paging.prefixes import Prefix
 from graphrt.models.step import SUFFIX, AnyStep, Inputs
 from graphrt.tensor import Tensor, new_input
 
+
 class StepSize(NamedTuple):
     """What a step has room for: tokens, sequences, tokens whose logits are wanted, pages of each sequence, and groups
     of sequences that share their first ones."""

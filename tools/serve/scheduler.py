@@ -129,8 +129,8 @@ class Scheduler:
     deterministic: a text's tokens and log-probabilities are the same bits whatever else is made, on a backend whose
     rows stand alone. A piece of a prompt is a step by itself, and steps of single tokens all have one size; a text that
     gave its pages back reads what it has made one token at a time, as it was made; and the engine shares no pages,
-    since those of tokens that were made are not those of prompts. Texts whose tokens a device can choose and those whose
-    tokens the host must choose have steps of their own, so that it depends on a text alone who chooses."""
+    since those of tokens that were made are not those of prompts. Texts whose tokens a device can choose have steps of
+    their own, and so have those whose tokens the host must choose: who chooses depends on a text alone."""
 
     def __init__(
         self,
@@ -350,8 +350,8 @@ class Scheduler:
         batch.n_guessed = batch.n_right = 0
 
     def _step_by_host(self) -> None:
-        """All texts', unless steps tell nothing of others: then those of texts whose tokens the host must choose, pieces
-        of prompts each by itself, and a token of each that has read its own."""
+        """All texts', or where steps tell nothing of others those whose tokens the host must choose: pieces of prompts,
+        each by itself, and a token of each text that has read its own."""
         if not self.deterministic:
             self._read_part(self._part(), None)
             return
