@@ -331,6 +331,8 @@ def test_what_texts_begin_with_is_read_once(llama: Model) -> None:
         scheduler.add(text)
     scheduler.step()
     assert [text.state == "waiting" for text in [*texts, *others]] == [False, True, True, True, False, False]
+    scheduler.step()
+    assert not any(text.state == "waiting" for text in texts) and texts[0].state == "generating", "it goes on"
     run(scheduler)
     assert [text.n_cached for text in texts] == [0, 64, 64, 64]
     assert [made(text) for text in [*texts, *others]] == [alone(llama, t, GREEDY) for t in [*texts, *others]]
