@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple
+from itertools import islice
 
 import numpy as np
 import numpy.typing as npt
@@ -17,11 +17,14 @@ import numpy.typing as npt
 from graphrt.arguments import checked
 from graphrt.backends.cpu import threads
 from graphrt.errors import CacheFullError, SessionError
+from graphrt.models.batch_reads import Going, Read, ReadPlan
 from graphrt.models.engine import MAX_AHEAD, Ids
-from graphrt.models.guesses import Guesser, Pace, guesses
+from graphrt.models.grammar import find_later
+from graphrt.models.guesses import Guesser, Pace
 from graphrt.models.paged_steps import PagedSteps
 from graphrt.models.sampling_device import Drawn, candidates, place_of
-from graphrt.models.step_paged import Filling, PagedStep, StepSize
+from graphrt.models.step_chosen import ChosenStep, Row
+from graphrt.models.step_paged import StepSize
 from graphrt.models.step_times import StepTime
 
 #: Steps whose times are kept until somebody takes them.
@@ -29,54 +32,18 @@ MOST_TIMES = 64
 
 
 @dataclass(eq=False)
-class Going:
-    """A sequence that reads or generates. left: its tokens that no step reads yet, of which the first n_prompt are of a
-    prompt and not made; row: where on the board the latest
-    step leaves its next one; wanted, unasked: tokens that are still to be given, and of those the ones that no step has
-    been queued for; token: the last one given; how: how its tokens are chosen; guesser: what guesses some of them, None
-    for nothing."""
+class Queued:
+    """A step that was queued. rows: of what it leaves on the board from `start` on, those of each read's first token;
+    of_rows: what they are chosen by, but for the numbers; answer: waits for its tokens, None until their choice is
+    queued too; seconds: tells how long the device took."""
 
-    seq: int
-    left: Ids
-    wanted: int
-    unasked: int
-    how: Drawn
-    guesser: Guesser | None = None
-    n_prompt: int = 0
-    row: int = -1
-    token: int = -1
-
-    @property
-    def guesses(self) -> bool:
-        """Its next tokens may be guessed: then its latest one must be known."""
-        steady = not self.how.waits and not self.how.settings.penalizes
-        return self.guesser is not None and not self.guesser.pauses and steady
-
-
-class Read(NamedTuple):
-    """What a queued step reads of a sequence. ids: its tokens, None for the one that the step before leaves; chooses:
-    the next one is wanted; guessed: how many of the tokens, at their end, are guesses. What is chosen after each of
-    them is looked at: so far as guesses are what is chosen before them, they are the text's own."""
-
-    of: Going
-    ids: Ids | None
-    chooses: bool
-    guessed: int = 0
-
-    @property
-    def n(self) -> int:
-        return 1 if self.ids is None else len(self.ids)
-
-
-class Queued(NamedTuple):
-    """A step that was queued, and what waits for its tokens. rows: where those of each read begin on the board;
-    seconds: what tells how long the device took."""
-
-    step: PagedStep
+    step: ChosenStep
     reads: list[Read]
     rows: list[int]
-    answer: Callable[[], npt.NDArray[np.uint8]]
+    start: int
+    of_rows: list[Row]
     seconds: Callable[[], float]
+    answer: Callable[[], npt.NDArray[np.uint8]] | None = None
 
 
 class ContinuousBatch:
@@ -84,13 +51,14 @@ class ContinuousBatch:
     leaves the engine with the tokens that were given, but for each sequence's last, as read. An engine has one at a
     time; what else is done with its sequences meanwhile is refused for those that generate.
 
-    A grammar's mask for a token follows from the one before, and so do guesses: while a sequence has a grammar or is
-    guessed, no step is queued ahead. Tokens are what they are without guesses, but for rounding. failed: sequences
-    whose grammar let nothing through or took too much, which have ended, with the error. alone: steps tell nothing of
-    other sequences: a piece of a prompt, cut where n_batch divides it, is a step by itself, and all steps of single
-    tokens have one size. pace: whether guesses pay,
-    None where they are to be made in any case; n_guessed, n_right: tokens that were guessed, and those that were right;
-    times: what the latest steps took.
+    A grammar's mask for a token follows from the one before. A step with one is queued before its masks are known, all
+    but the choice of its tokens: the host finds the masks while the device reads. Guesses follow from the latest token
+    too: while a sequence is guessed, no step is queued ahead. Tokens are what they are without guesses, but for
+    rounding. failed: sequences whose grammar let nothing through or took too much, which have ended, with the error.
+    alone: steps tell nothing of other sequences: a piece of a prompt, cut where n_batch divides it, is a step by
+    itself, and all steps of single tokens have one size. pace: whether guesses pay, None where they are to be made in
+    any case; size: of all steps, where it is more than they need; n_guessed, n_right: tokens that were guessed, and
+    those that were right; times: what the latest steps took.
 
         with ContinuousBatch(engine) as batch:
             batch.add(0, prompt, 64)
@@ -98,15 +66,17 @@ class ContinuousBatch:
                 for seq, tokens in batch.step().items(): ...    # and add() or end() any sequence, at any time
     """
 
-    def __init__(self, engine: PagedSteps, pace: Pace | None = None, *, alone: bool = False) -> None:
-        self.engine, self.pace, self.alone = engine, pace, alone
-        self._read_prompt = False  # by the last step, if steps are alone
-        self._on_board = set[Going]()  # those whose next tokens the last step leaves
+    def __init__(
+        self, engine: PagedSteps, pace: Pace | None = None, *, alone: bool = False, size: StepSize | None = None
+    ) -> None:
+        self.engine, self.pace = engine, pace
         self.n_guessed = self.n_right = 0
         self.failed: dict[int, SessionError] = {}
         self.times = deque[StepTime](maxlen=MOST_TIMES)
         self._going: dict[int, Going] = {}
         self._queued: deque[Queued] = deque()
+        self._masked: Callable[[], None] = lambda: None  # waits until masks that are being found are there
+        self._plan = ReadPlan(engine, self._going, pace, alone=alone, size=size)
         engine.begin(self)
 
     def __enter__(self) -> ContinuousBatch:
@@ -160,6 +130,7 @@ class ContinuousBatch:
 
     def close(self) -> None:
         """Ends all, and leaves the engine to others."""
+        self._masked()
         seqs = self.going
         self._going.clear()
         self._queued.clear()
@@ -173,15 +144,12 @@ class ContinuousBatch:
         step's tokens have no pages: then all that was read stays, and once a sequence has ended and was freed, it goes
         on. Raises SessionError for logits that are no numbers, after which nothing goes on. !! A backend that queues
         its work doesn't look at these."""
-        waits = any(going.how.waits or self._may_guess(going) for going in self._going.values())
-        ahead = MAX_AHEAD if self.engine.home.asynchronous and not waits else 1
+        guesses = any(self._plan.may_guess(going) for going in self._going.values())
+        ahead = MAX_AHEAD if self.engine.home.asynchronous and not guesses else 1
         found: dict[int, list[int]] = {}
         while not found and not self.failed and (self._going or self._queued):
             with self.engine.alone():
-                while len(self._queued) < ahead and (reads := self._next_reads()) and self._has_room(reads):
-                    with self._all_or_none():
-                        if reads := self._allow(reads):
-                            self._queued.append(self._queue(reads))
+                self._queue_ahead(ahead)
                 if self._queued:
                     with self._all_or_none():
                         queued = self._queued.popleft()
@@ -194,82 +162,28 @@ class ContinuousBatch:
             self.pace.rests()
         return found
 
-    def _next_reads(self) -> list[Read]:
-        """What the next step reads: a token of each sequence that generates, and n_batch tokens of prompts, in the
-        order in which they came; or, where there are no prompts, guesses."""
-        if self.alone:
-            return self._reads_alone()
-        reads, room = [], self.engine.n_batch
-        prompts = any(len(going.left) > 1 for going in self._going.values())
-        guessed = {} if prompts else self._guesses()
-        for going in self._going.values():
-            if len(going.left):
-                ids = going.left[: room if len(going.left) > 1 else 1]
-                room -= len(ids) if len(going.left) > 1 else 0
-                if len(ids):
-                    reads.append(Read(going, ids, len(ids) == len(going.left)))
-            elif going.unasked:
-                guess = guessed.get(going.seq, [])
-                asked = np.array([going.token, *guess], np.int32) if guess else None
-                reads.append(Read(going, asked, True, len(guess)))
-        place = {seq: i for i, seq in enumerate(self.engine.arranged([read.of.seq for read in reads]))}
-        return sorted(reads, key=lambda read: place[read.of.seq])
+    def _queue_ahead(self, ahead: int) -> None:
+        """Queues steps until there are `ahead` of them, or one's tokens can't be chosen yet."""
+        while True:
+            last = self._queued[-1] if self._queued else None
+            if last is not None and last.answer is None:
+                if not self._may_choose(last):
+                    return
+                with self._all_or_none():
+                    self._choose(last)
+            if len(self._queued) >= ahead or not (reads := self._plan.next()) or not self._has_room(reads):
+                return
+            with self._all_or_none():
+                self._queued.append(self._queue(reads))
 
-    def _reads_alone(self) -> list[Read]:
-        """A piece of one prompt, or else a token of each sequence that has read its own: in turns, where there are
-        both. A token that the last step doesn't leave is read once it is known."""
-        engine = self.engine
-        singles = list[Read]()
-        for going in self._going.values():
-            if not going.n_prompt and len(going.left):
-                singles.append(Read(going, going.left[:1], len(going.left) == 1))
-            elif not going.n_prompt and going.unasked and going in self._on_board:
-                singles.append(Read(going, None, True))
-            elif not going.n_prompt and going.unasked == going.wanted:
-                singles.append(Read(going, np.array([going.token], np.int32), True))
-        prompt = next((going for going in self._going.values() if going.n_prompt), None)
-        if prompt is None or (singles and self._read_prompt):
-            return singles
-        at = engine.cache.pool.of(prompt.seq).reserved
-        piece = prompt.left[: min(prompt.n_prompt, engine.n_batch - at % engine.n_batch)]
-        return [Read(prompt, piece, len(piece) == len(prompt.left))]
-
-    def _own_size(self, reads: Sequence[Read]) -> StepSize | None:
-        """That of a step that tells nothing of others, None where it may."""
-        if not self.alone:
-            return None
-        self._read_prompt = bool(reads[0].of.n_prompt)
-        return self.engine.own_size(reads[0].n if self._read_prompt else 0)
-
-    def _may_guess(self, going: Going) -> bool:
-        return going.guesses and (self.pace is None or self.pace.guesses(len(self._going)))
-
-    def _guesses(self) -> dict[int, list[int]]:
-        """The tokens that sequences may be about to say: those that they can still have, and that have pages without
-        others giving any up."""
-        engine, room, asked = self.engine, self.engine.n_batch, dict[Guesser, int]()
-        going_on = [going for going in self._going.values() if going.unasked]
-        for going in going_on:
-            if going.guesser is None or len(going.left) or going.unasked < going.wanted or not self._may_guess(going):
-                continue
-            left = engine.n_ctx - int(engine.lengths[going.seq]) - 1
-            n = min(room, going.guesser.size, going.unasked - 1, left)
-            if n > 0:
-                asked[going.guesser] = n
-                room -= n
-        made = guesses(asked) if asked else {}
-        counts, found = {going.seq: 1 for going in going_on}, dict[int, list[int]]()
-        for going in going_on:
-            guess = made.get(going.guesser) if going.guesser is not None else None
-            if not guess:  # room is asked for guess by guess, which takes as long as there are sequences
-                continue
-            try:
-                engine.cache.pool.check_room(counts | {going.seq: 1 + len(guess)})
-            except CacheFullError:
-                continue
-            counts[going.seq] += len(guess)
-            found[going.seq] = guess
-        return found
+    def _may_choose(self, queued: Queued) -> bool:
+        """The host knows what the step's tokens are chosen by: of texts that wait for it, all tokens but the step's
+        own."""
+        return all(
+            read.of.wanted - read.of.unasked == 1
+            for read in queued.reads
+            if read.chooses and read.of.how.waits and self._going.get(read.of.seq) is read.of
+        )
 
     def _has_room(self, reads: Sequence[Read]) -> bool:
         """Whether a step's tokens have pages now. Raises CacheFullError where they have none and no step is under way,
@@ -283,57 +197,53 @@ class ContinuousBatch:
         return True
 
     def _queue(self, reads: list[Read]) -> Queued:
+        """Queues the reading of a step's tokens."""
         engine = self.engine
         new = {read.of.seq: read.n for read in reads}
         counts = np.array(list(new.values()), np.int32)
         n, every = int(counts.sum()), any(read.guessed for read in reads)
         engine.cache.append(new)
-        plan = engine.plan(new, every=every, size=self._own_size(reads))
+        plan = engine.plan(new, every=every, size=self._plan.own_size(reads))
         drawn = any(not read.of.how.is_plain for read in reads)
         most = candidates(read.of.how.settings for read in reads) if drawn else 0
         step = engine.choosing(plan.size, most, adapted=engine.is_adapted(new))
         given = np.concatenate([read.ids for read in reads if read.ids is not None] or [np.zeros(0, np.int32)])
         wanted = np.arange(n, dtype=np.int32) if every else np.cumsum(counts, dtype=np.int32) - 1
-        step.write(new, self._sources(reads, n), wanted, plan.prefixes.groups, self._choice(step, reads))
-        buffer, offset = step.exe.place(engine.board)
+        step.reads.write(new, self._sources(reads, n), wanted, plan.prefixes.groups)
         if len(given):
-            buffer.write(offset + 4 * engine.most_tokens, given.view(np.uint8))
+            buffer, offset = step.reads.exe.place(engine.board)
+            buffer.write(offset + 4 * engine.given_at, given.view(np.uint8))
         stopped = engine.home.stopwatch()
         with threads.using(engine.n_threads_batch if n > len(reads) else 0):
-            step.exe.run()
-        seconds = stopped()
-        rows = (np.cumsum(counts) - counts).tolist() if every else list(range(len(reads)))
-        for row, read in zip(rows, reads):
+            step.reads.exe.run()
+        of_rows = self._rows(reads, every)
+        rows = (np.cumsum(counts) - counts).tolist() if every else [read.of.seq for read in reads]
+        for read in reads:
             if read.ids is not None:
                 read.of.left = read.of.left[len(read.ids) :]
                 read.of.n_prompt = max(0, read.of.n_prompt - len(read.ids))
             read.of.unasked -= read.chooses
-            read.of.row = row
-        self._on_board = {read.of for read in reads if read.chooses}
-        return Queued(step, reads, rows, buffer.read_later(offset, 4 * len(wanted)), seconds)
+            read.of.on_board = read.chooses and not every
+        return Queued(step, reads, rows, engine.n_seq if every else 0, of_rows, stopped())
 
     def _sources(self, reads: Sequence[Read], n: int) -> npt.NDArray[np.int32]:
-        """The row of the board in which each token is found: the step before leaves its own in the first ones, those
-        that the host gives lie behind."""
+        """The row of the board in which each token is found: its sequence's, or behind all that steps leave those that
+        the host gives."""
         found = np.empty(n, np.int32)
-        at, given = 0, self.engine.most_tokens
+        at, given = 0, self.engine.given_at
         for read in reads:
             if read.ids is None:
-                found[at] = read.of.row
+                found[at] = read.of.seq
             else:
                 found[at : at + read.n] = np.arange(given, given + read.n)
                 given += read.n
             at += read.n
         return found
 
-    def _choice(self, step: PagedStep, reads: Sequence[Read]) -> Filling | None:
-        """What the next tokens are chosen by, where tables say it: numbers beyond the draws that are queued, and what
-        grammars let through."""
-        choice, pool = step.inputs.choice, self.engine.cache.pool
-        if choice is None:
-            return None
-        every = any(read.guessed for read in reads)
-        slots, lengths, uniforms, places = list[int](), list[int](), list[tuple[float, float]](), list[int]()
+    def _rows(self, reads: Sequence[Read], every: bool) -> list[Row]:
+        """What each wanted row's token is chosen by, with numbers beyond the draws that are queued, and where it
+        goes."""
+        pool, rows = self.engine.cache.pool, list[Row]()
         for read in reads:
             going, how = read.of, read.of.how
             end, before = pool.of(going.seq).reserved, going.wanted - going.unasked
@@ -344,29 +254,38 @@ class ContinuousBatch:
                     numbers = how.uniforms.peek(first + how.n_uniforms - 1), how.uniforms.peek(first)
                 if read.chooses and how.settings.penalizes:
                     place = place_of(going.seq, end)
-                slots.append(going.seq)
-                lengths.append(end)
-                uniforms.append(numbers)
-                places.append(place)
-        places += [-1] * (choice.places.ne[0] - len(places))
-        return {
-            choice.slots: np.array(slots, np.int32), choice.uniforms: np.array(uniforms),
-            choice.lengths: np.array(lengths, np.int32), choice.places: np.array(places),
-        }  # fmt: skip
+                target = self.engine.n_seq + len(rows) if every else going.seq if read.chooses else -1
+                rows.append(Row(going.seq, end, numbers, place, target))
+        return rows
 
-    def _allow(self, reads: Sequence[Read]) -> list[Read]:
-        """Has the device know what grammars let through, and what DRY takes off. The reads without those of sequences
-        that fail by it."""
-        for read in reads:
-            if read.chooses and read.of.how.costs is not None:
+    def _choose(self, queued: Queued) -> None:
+        """Queues the choice of a step's tokens, and their way to the host. Where a sequence has ended since, another
+        one may have its number, which is left alone."""
+        self._allow(queued.reads)
+        rows = iter(queued.of_rows)
+        chosen = list[Row]()
+        for read in queued.reads:
+            there = self._going.get(read.of.seq) is read.of
+            for row in islice(rows, read.n if queued.start else 1):
+                chosen.append(row if there else row._replace(place=-1, target=-1))
+        queued.step.chooser.choose(chosen)
+        n = len(queued.of_rows) if queued.start else self.engine.n_seq
+        buffer, offset = queued.step.reads.exe.place(self.engine.board)
+        queued.answer = buffer.read_later(offset + 4 * queued.start, 4 * n)
+
+    def _allow(self, reads: Sequence[Read]) -> None:
+        """Has the device know what grammars let through, and what DRY takes off. Sequences that fail by it end."""
+        here = [read for read in reads if read.chooses and self._going.get(read.of.seq) is read.of]
+        for read in here:
+            if read.of.how.costs is not None:
                 new = [read.of.token] if read.ids is None else read.ids.tolist()
                 text = [*self.engine.cache.pool.of(read.of.seq).ids, *new]
                 self.engine.tables.deter(read.of.seq, read.of.how, text)
-        asked = {read.of.seq: read.of for read in reads if read.chooses and read.of.how.matcher is not None}
+        asked = {read.of.seq: read.of for read in here if read.of.how.matcher is not None}
         if asked:
+            self._masked()
             for seq, error in self.engine.tables.allow({seq: of.how for seq, of in asked.items()}).items():
                 self._fail(asked[seq], error)
-        return [read for read in reads if self._going.get(read.of.seq) is read.of]
 
     def _fail(self, going: Going, error: SessionError) -> None:
         self.failed[going.seq] = error
@@ -377,13 +296,15 @@ class ContinuousBatch:
         """What a step has read counts as read from now on, but for sequences that have ended since, and guesses that
         were wrong. Its tokens."""
         engine, found = self.engine, dict[int, list[int]]()
+        self._masked()
         asked = time.perf_counter()
+        assert queued.answer is not None
         tokens = queued.answer().view(np.int32)
         waited, device = time.perf_counter() - asked, queued.seconds()
         if not engine.home.asynchronous:  # it was waited for when it was queued
             waited += device
         self.times.append(StepTime(sum(read.n for read in queued.reads), device, waited))
-        queued.step.check_chosen(tokens)
+        queued.step.reads.check_chosen(tokens if queued.start else tokens[queued.rows])
         for read, row in zip(queued.reads, queued.rows):
             going, seq = read.of, read.of.seq
             if self._going.get(seq) is not going:
@@ -398,9 +319,11 @@ class ContinuousBatch:
                 engine.forget([seq])
             if read.chooses:
                 found[seq] = chosen[: 1 + right]
-                if read.guessed:  # else a later step may have been queued since
-                    going.row, going.unasked = row + right, going.unasked - right
+                going.unasked -= right
                 self._given(going, found[seq], read.guessed)
+        matchers = [self._going[seq].how.matcher for seq in found if seq in self._going]
+        if sum(matcher is not None for matcher in matchers) > 1:
+            self._masked = find_later(matchers)
         return found
 
     def _given(self, going: Going, tokens: Sequence[int], guessed: int) -> None:

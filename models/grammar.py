@@ -6,7 +6,8 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -137,6 +138,18 @@ def find_all(matchers: Iterable[object]) -> None:
         _executor().unsafe_compute_mask_ptr(asked, rows.ctypes.data, rows.strides[0], len(rows))
         for each, row in zip(found, rows):
             each._bits, each._found = row, True
+
+
+def find_later(matchers: Iterable[object]) -> Callable[[], None]:
+    """Begins with find_all() in a thread of its own, so that the caller goes on; what this gives waits for its end.
+    Nothing else may be done with the matchers until then."""
+    done = _background().submit(find_all, list(matchers))
+    return lambda: done.result()
+
+
+@cache
+def _background() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(1, "graphrt-masks")
 
 
 @cache

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from typing import NamedTuple, Protocol
@@ -20,8 +20,10 @@ from graphrt.models.engine import MAX_AHEAD, NO_LOGITS, AnyEngine, Ids, SessionO
 from graphrt.models.hparams import HParams
 from graphrt.models.paging.ladder import block_rung, coarse_rung, rung
 from graphrt.models.paging.prefixes import Prefixes
+from graphrt.models.recent import Recent
 from graphrt.models.sampling_device import SampleTables, candidates
 from graphrt.models.step import Logits
+from graphrt.models.step_chosen import Chooser, ChosenStep
 from graphrt.models.step_paged import PagedStep, StepSize
 from graphrt.ops import RowSettings, SampleParams
 from graphrt.tensor import Tensor, new_tensor
@@ -101,21 +103,40 @@ class PagedSteps(AnyEngine[PagedCache, PagedStep]):
 
         return self._prepared.made((size, adapted, "quiet") if quiet else (size, adapted), make)
 
-    def choosing(self, size: StepSize, most: int = 0, *, adapted: bool = False) -> PagedStep:
+    def choosing(self, size: StepSize, most: int = 0, *, adapted: bool = False) -> ChosenStep:
         """The same that finds its tokens on the board and leaves the next ones there, the likeliest or, with `most`,
         those that the sequences' tables say, of so many candidates."""
-        if self.board.buffer is None:
-            self.board.buffer = self.home.alloc(self.board.nbytes, Usage.STATE)
+        n, decoder, scores = size.n_outputs, self.decoder, self.scores(size.n_outputs)
 
         def make() -> PagedStep:
-            keep_logits = not self.home.asynchronous
-            tables = self.tables if most else None
-            made = self.decoder.paged_chosen(
-                self.board, size, self.cache, tables, most, self._gates(adapted), keep_logits=keep_logits
-            )
+            gates, keep_logits = self._gates(adapted), not self.home.asynchronous
+            made = decoder.paged_scored(self.board, size, self.cache, scores, gates, keep_logits=keep_logits)
             return PagedStep(made[0], prepare(made[1], self.backends))
 
-        return self._prepared.made((size, most, adapted), make)
+        def make_chooser() -> Chooser:
+            rows, graph = decoder.choices(scores, n, self.board, self.tables if most else None, most)
+            return Chooser(rows, prepare(graph, self.backends))
+
+        reads = self._prepared.made((size, adapted, "board"), make)
+        return ChosenStep(reads, self._choosers.made((n, most), make_chooser))
+
+    @cached_property
+    def _choosers(self) -> Recent[Hashable, Chooser]:
+        return Recent(MAX_STEPS)
+
+    def scores(self, n: int) -> Tensor:
+        """f32 [n_vocab, at least n], where a step leaves logits to be chosen by: one leaf for a row of each sequence,
+        and another one, made when it is first needed, for a row of each token."""
+        rows = self.n_seq if n <= self.n_seq else self.most_tokens
+        if rows not in self._scores:
+            leaf = new_tensor("f32", self.decoder.hp.n_vocab, rows, name="scores_board")
+            leaf.buffer = self.home.alloc(leaf.nbytes, Usage.STATE)
+            self._scores[rows] = leaf
+        return self._scores[rows]
+
+    @cached_property
+    def _scores(self) -> dict[int, Tensor]:
+        return {}
 
     def _gates(self, adapted: bool) -> Tensor | None:
         return self.adapters.table if adapted and self.adapters is not None else None
@@ -137,8 +158,16 @@ class PagedSteps(AnyEngine[PagedCache, PagedStep]):
 
     @cached_property
     def board(self) -> Tensor:
-        """i32 [1, 2 * most_tokens]: the tokens that a step has chosen, and those that the host gives the next."""
-        return new_tensor("i32", 1, 2 * self.most_tokens, name="token_board")
+        """i32 [1, n_seq + 2 * most_tokens]: the token that a step has chosen for each sequence; from n_seq on those
+        after every token of a step; and from given_at on those that the host gives the next."""
+        leaf = new_tensor("i32", 1, self.n_seq + 2 * self.most_tokens, name="token_board")
+        leaf.buffer = self.home.alloc(leaf.nbytes, Usage.STATE)
+        return leaf
+
+    @property
+    def given_at(self) -> int:
+        """The board's first row of tokens that the host gives."""
+        return self.n_seq + self.most_tokens
 
     def plan(self, new: Mapping[int, int], *, every: bool = False, size: StepSize | None = None) -> StepPlan:
         """How a step reads so many last tokens of these sequences, which have cells. Sizes are rungs, so that there are
@@ -186,7 +215,12 @@ class PagedSteps(AnyEngine[PagedCache, PagedStep]):
     def chained(self, sampling: SampleParams | None = None) -> PagedStep:
         most = candidates([RowSettings.of(sampling)]) if sampling is not None else 0
         seqs = range(self.n_seq)
-        return self.choosing(self.largest_size(self.n_seq, self.n_seq), most, adapted=self.is_adapted(seqs))
+        return self.choosing(self.largest_size(self.n_seq, self.n_seq), most, adapted=self.is_adapted(seqs)).reads
+
+    def draws_ahead(self, sampling: SampleParams) -> bool:
+        size = self.largest_size(self.n_seq, self.n_seq)
+        chooser = self.choosing(size, candidates([RowSettings.of(sampling)])).chooser
+        return super().draws_ahead(sampling) and len(chooser.exe.splits) == 1
 
     # ---- reading ----
 

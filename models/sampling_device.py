@@ -85,14 +85,15 @@ def drawn(sampler: Sampler, n_ctx: int) -> Drawn | None:
 
 @dataclass(frozen=True)
 class RowInputs:
-    """What a step says of each row whose next token is wanted. slots: i32 [n], its column of the tables; uniforms: f64
-    [2, n]; lengths: i32 [n], the tokens that its text has; places: i64 [n], where the chosen one is put among what was
-    said, -1 for nowhere."""
+    """What is said of each row of logits whose next token is wanted. slots: i32 [n], its column of the tables;
+    uniforms: f64 [2, n]; lengths: i32 [n], the tokens that its text has; places: i64 [n], where the chosen one is put
+    among what was said, -1 for nowhere; targets: i64 [n], the row of the board that gets it, -1 for none."""
 
     slots: Tensor
     uniforms: Tensor
     lengths: Tensor
     places: Tensor
+    targets: Tensor
 
     @classmethod
     def of(cls, n: int) -> RowInputs:
@@ -101,6 +102,7 @@ class RowInputs:
             new_input("f64", 2, n, name="inp_uniform"),
             new_input("i32", n, name="inp_said_lengths"),
             new_input("i64", n, name="inp_said_places"),
+            new_input("i64", n, name="inp_targets"),
         )
 
 
@@ -195,9 +197,8 @@ class SampleTables:
     def _allowed(self, how: Drawn) -> npt.NDArray[np.uint32]:
         """A bit for each token that a grammar lets through. Raises SessionError where none is left."""
         assert how.matcher is not None
-        words = np.zeros(self.mask.ne[0], np.uint32)
-        given = how.matcher.bits()
-        words[: len(given)] = given[: len(words)]
+        given = how.matcher.bits()[: self.mask.ne[0]]
+        words = given if len(given) == self.mask.ne[0] else np.pad(given, (0, self.mask.ne[0] - len(given)))
         left = words
         if how.biases:
             never = np.array([token for token, bias in how.biases if bias == -math.inf], np.int64)

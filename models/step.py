@@ -150,11 +150,9 @@ class StepInputs(Inputs[KVCache]):
         return values
 
 
-@dataclass(frozen=True)
-class AnyStep(Generic[In]):
-    """A step's inputs and the graph that reads them, prepared."""
+class Filled:
+    """A prepared graph whose inputs are filled again and again. exe: it."""
 
-    inputs: In
     exe: Executable
 
     def own(self, leaf: Tensor) -> Values:
@@ -201,6 +199,14 @@ class AnyStep(Generic[In]):
     def nbytes(self) -> int:
         """Of memory that it keeps."""
         return sum(arena.buffer.nbytes for arena in self.exe.arenas.values())
+
+
+@dataclass(frozen=True)
+class AnyStep(Filled, Generic[In]):
+    """A step's inputs and the graph that reads them, prepared."""
+
+    inputs: In
+    exe: Executable
 
     def logits(self) -> Logits:
         """Those of the latest run: f32 [n_outputs, n_vocab], valid until the next one."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -14,12 +14,8 @@ from graphrt.models.attention import AttentionParams
 from graphrt.models.cache_paged import PagedCache, cells_at
 from graphrt.models.paging.pool import GONE
 from graphrt.models.paging.prefixes import Prefix
-from graphrt.models.sampling_device import RowInputs
-from graphrt.models.step import SUFFIX, AnyStep, Inputs, Values
+from graphrt.models.step import SUFFIX, AnyStep, Inputs
 from graphrt.tensor import Tensor, new_input
-
-#: Values of inputs; a graph may lack an input, and None leaves one as it is.
-Filling: TypeAlias = Mapping[Tensor | None, Values | None]
 
 
 class StepSize(NamedTuple):
@@ -38,12 +34,12 @@ class PagedInputs(Inputs[PagedCache]):
     """The inputs of a graph over pages, of at most n_tokens tokens of at most n sequences: these are bounds, what they
     are is read from q_starts. Tokens beyond belong to nobody: they are written nowhere, and see nothing.
 
-    source: i32 [n_tokens], in which row of a board each token is found (Decoder.paged_chosen()), None where they are an
-    input; cells: i64 [n_tokens], -1 for those of nobody; q_starts: i32 [n + 1], the first token of each sequence;
-    lengths: i32 [n], tokens of each, the new ones included; tables: by kind of cells, i32 [n_blocks, n], the pages of
-    each; prefixes: i32 [3, n_groups], what sequences share of the kind "full", None where nothing is read once; choice:
-    what tokens are chosen by, None where the likeliest are taken; owners: i32 [n_tokens], the engine's sequence of each
-    token, None where no adapters are asked for.
+    source: i32 [n_tokens], in which row of a board each token is found (Decoder.paged_scored()), None where they are an
+    input; cells: i64 [n_tokens], -1 for those of nobody; q_starts: i32 [n + 1], the first
+    token of each sequence; lengths: i32 [n], tokens of each, the new ones included; tables: by kind of cells, i32
+    [n_blocks, n], the pages of each; prefixes: i32 [3, n_groups], what sequences share of the kind "full", None where
+    nothing is read once; owners: i32 [n_tokens], the engine's sequence of each token, None where no adapters are asked
+    for.
     """
 
     source: Tensor | None
@@ -51,7 +47,6 @@ class PagedInputs(Inputs[PagedCache]):
     lengths: Tensor
     tables: Mapping[str, Tensor]
     prefixes: Tensor | None
-    choice: RowInputs | None
     owners: Tensor | None
 
     @classmethod
@@ -61,11 +56,9 @@ class PagedInputs(Inputs[PagedCache]):
         size: StepSize,
         board: Tensor | None = None,
         *,
-        draws: bool = False,
         gates: Tensor | None = None,
     ) -> PagedInputs:
-        """New inputs. board: where the tokens are found; draws: the next ones are chosen by tables; gates: of
-        adapters, f32 [R, sequences of the engine]."""
+        """New inputs. board: where the tokens are found; gates: of adapters, f32 [R, sequences of the engine]."""
         (n_tokens, n, n_outputs, n_blocks, n_groups), kinds = size, cache.kinds
         if board is None:
             source, tokens = None, new_input("i32", n_tokens, name="inp_tokens")
@@ -86,7 +79,6 @@ class PagedInputs(Inputs[PagedCache]):
             new_input("i32", n, name="attn_inp_kv_lengths"),
             {k: new_input("i32", n_blocks, n, name=f"attn_inp_pages{SUFFIX[k]}") for k in kinds},
             new_input("i32", 3, n_groups, name="attn_inp_prefixes") if n_groups else None,
-            RowInputs.of(n_outputs) if draws else None,
             owners,
         )
 
@@ -128,16 +120,15 @@ class PagedStep(AnyStep[PagedInputs]):
         tokens: npt.NDArray[np.int32] | None = None,
         rows: npt.NDArray[np.int32] | None = None,
         prefixes: Sequence[Prefix] = (),
-        choice: Filling | None = None,
     ) -> None:
         """Fills the inputs; what is left out stays as it is. new: how many of each sequence's last tokens are read, in
         the order in which they lie in `tokens`; they have cells already. tokens: their ids, or where they are found on
         the board; rows: indices among these; both may be shorter than the step's own. prefixes: of sequences by their
-        places in `new`; choice: what the inputs of that name get."""
+        places in `new`."""
         inputs = self.inputs
         read = inputs.tokens if inputs.source is None else inputs.source
         shared = np.array([number for prefix in prefixes for number in prefix], np.int32)
-        given = self.fill({read: tokens, inputs.rows: rows, inputs.prefixes: shared, **(choice or {})})
+        given = self.fill({read: tokens, inputs.rows: rows, inputs.prefixes: shared})
         self.filled([*given, *self._place(new)])
 
     def _place(self, new: Mapping[int, int]) -> list[Tensor]:

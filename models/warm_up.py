@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from graphrt.models.continuous_batch import ContinuousBatch, Read
+from graphrt.models.continuous_batch import ContinuousBatch
 from graphrt.models.engine_paged import PagedEngine
 from graphrt.models.paged_steps import PagedSteps
 from graphrt.models.paging.ladder import block_rung, coarse_rung, rung
@@ -21,7 +21,7 @@ from graphrt.progress import task
 #: A step is compiled by its first run, and captured by its second.
 RUNS = 3
 #: Seconds after which no more sizes of steps that read prompts are begun: they are captured when they first come.
-SECONDS = 15.0
+SECONDS = 20.0
 #: Threads that compile, at most: each takes some hundred megabytes.
 _MOST_THREADS = 16
 
@@ -39,29 +39,24 @@ def warm_up(
     clock: Callable[[], float] = time.monotonic,
 ) -> None:
     """Has an engine whose sequences are empty ready for any number of single tokens, chosen in the usual ways, and for
-    prompts; it is empty afterwards. Steps that read prompts, beside all other sequences and by themselves, are captured
-    for so many seconds, the largest first; of the others, those of sequences that share pages, and those with
-    adapters, kernels are compiled, and no more. alone: of steps that tell nothing of other sequences. Nothing is left
-    to do where its backend doesn't queue its work."""
+    prompts; it is empty afterwards. Steps that read prompts, beside all other sequences and by themselves, and those of
+    sequences that share pages are captured for so many seconds, the largest first; of those with adapters kernels are
+    compiled, and no more. alone: of steps that tell nothing of other sequences. Nothing is left to do where its backend
+    doesn't queue its work."""
     if not engine.home.asynchronous or not engine.runs_ahead:
         return
+    threads = min(_MOST_THREADS, len(os.sched_getaffinity(0)))
+    compile_ahead(engine, ways_of(engine, alone=alone), threads)
+    drawn, end = RowSettings.of(SampleParams()), clock() + seconds
     if alone:
-        _run(engine, engine.n_seq, RowSettings(), alone=True)
-        _run(engine, 1, RowSettings(), min(engine.n_batch, engine.n_ctx - RUNS - 1), alone=True)
+        for settings in (RowSettings(), drawn):
+            _run(engine, engine.n_seq, settings, alone=True)
+        for n in prompt_sizes(engine):
+            if clock() < end:
+                _run(engine, 1, drawn, min(n, engine.n_ctx - RUNS - 1), alone=True)
         engine.reset()
         return
     sizes = sizes_of(engine)
-    drawn, most = RowSettings.of(SampleParams()), CANDIDATES[0]
-    adapted = [(each, 0, True) for each in (sizes.beside, sizes.single)] if engine.adapters is not None else []
-    ways = [*adapted, (sizes.shared, most, False), (sizes.prompts, most, False), (sizes.beside, most, False)]
-    ways += [(sizes.single, most, False), (sizes.single, 0, False)]
-    threads = min(_MOST_THREADS, len(os.sched_getaffinity(0)))
-    n_steps = sum(len(each) for each, *_ in ways)
-    with task("compiling kernels", n_steps, "steps") as advance, engine.home.compiling(threads):
-        for listed, n_candidates, has_adapters in ways:
-            for size in listed:
-                engine.choosing(size, n_candidates, adapted=has_adapters).exe.compile_ahead()
-                advance()
     with task("warming up", 2 * len(sizes.single), "steps") as advance:
         for settings in (RowSettings(), drawn):
             for size in sizes.single:
@@ -69,16 +64,47 @@ def warm_up(
                 advance()
     _run(engine, 1, RowSettings(), min(engine.n_batch, engine.n_ctx - RUNS - 1))
     engine.reset()
-    late = [(size, drawn) for size in (*sizes.beside, *sizes.prompts)]
-    late += [(size, RowSettings()) for size in sizes.beside]
+    late = [*sizes.beside, *sizes.prompts, *sizes.shared]
     end = clock() + seconds
     with task("warming up for prompts", len(late), "steps") as advance:
-        for size, settings in late:
+        for size in late:
             if clock() >= end:
                 break
-            _run_size(engine, size, settings)
+            _run_size(engine, size, drawn)
             advance()
     engine.reset()
+
+
+#: The steps of a kind that are compiled: their size, the candidates of their choice, 0 for the likeliest, and whether
+#: they have adapters.
+Way = tuple[StepSize, int, bool]
+
+
+def ways_of(engine: PagedEngine, *, alone: bool = False) -> list[Way]:
+    """The steps that warm_up() compiles."""
+    most = CANDIDATES[0]
+    if alone:
+        return [(engine.own_size(n), most, False) for n in (0, *prompt_sizes(engine))] + [(engine.own_size(), 0, False)]
+    sizes = sizes_of(engine)
+    adapted = [(each, 0, True) for each in (sizes.beside, sizes.single)] if engine.adapters is not None else []
+    listed = [*adapted, (sizes.shared, most, False), (sizes.prompts, most, False), (sizes.beside, most, False)]
+    listed += [(sizes.single, most, False), (sizes.single, 0, False)]
+    return [(size, n, has_adapters) for each, n, has_adapters in listed for size in each]
+
+
+def prompt_sizes(engine: PagedSteps) -> list[int]:
+    """Tokens of pieces of a prompt that are steps of their own, largest first."""
+    return rungs(1, engine.n_batch)[::-1]
+
+
+def compile_ahead(engine: PagedEngine, ways: Sequence[Way], threads: int) -> None:
+    """Compiles the kernels of steps by so many threads."""
+    with task("compiling kernels", len(ways), "steps") as advance, engine.home.compiling(threads):
+        for size, n_candidates, has_adapters in ways:
+            step = engine.choosing(size, n_candidates, adapted=has_adapters)
+            step.reads.exe.compile_ahead()
+            step.chooser.exe.compile_ahead()
+            advance()
 
 
 class Sizes(NamedTuple):
@@ -108,26 +134,15 @@ def sizes_of(engine: PagedSteps) -> Sizes:
     prompts = made(1, every)
     shared = []
     if engine.home.reads_shared_once and engine.n_seq > 1:
-        few = [size for size in single if size.n_seq > 1]
-        shared = [size._replace(n_groups=1) for size in (beside[0], *few[::3], few[-1])]
+        several = [size for size in single if size.n_seq > 1]
+        shared = [size._replace(n_groups=1) for size in (*several, *beside)]
     return Sizes(single, beside, prompts, shared)
-
-
-class _OfSize(ContinuousBatch):
-    """One whose steps have a size that is more than they need."""
-
-    size: StepSize
-
-    def _own_size(self, reads: Sequence[Read]) -> StepSize:
-        return self.size
 
 
 def _run_size(engine: PagedEngine, size: StepSize, settings: RowSettings) -> None:
     """Runs a step of this size, which reads a prompt of two tokens, until it is captured."""
     for seq in range(RUNS - 1):
-        batch = _OfSize(engine)
-        batch.size = size
-        with batch:
+        with ContinuousBatch(engine, size=size) as batch:
             batch.add(0, [seq, seq], 1, _drawn(settings, 0))
             batch.step()
         engine.free(0)

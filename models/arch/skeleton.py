@@ -20,7 +20,7 @@ from graphrt.models.cache import KVCache, LayerCache
 from graphrt.models.cache_paged import PagedCache
 from graphrt.models.hparams import HParams, Keys
 from graphrt.models.ranks.share import Share, alibi_runs
-from graphrt.models.sampling_device import SampleTables
+from graphrt.models.sampling_device import RowInputs, SampleTables
 from graphrt.models.step import AnyInputs, StepInputs
 from graphrt.models.step_paged import PagedInputs, StepSize
 from graphrt.ops import SampleParams
@@ -96,30 +96,37 @@ class Decoder(Transformer):
         inputs = StepInputs.of(cache, tokens, cache.n_seq, alibi, draws=draws, gates=self._usual_gates)
         return inputs, self._choosing(inputs, inputs.tokens, sampling, keep_logits)
 
-    def paged_chosen(
+    def paged_scored(
         self,
         board: Tensor,
         size: StepSize,
         cache: PagedCache,
-        tables: SampleTables | None = None,
-        most: int = 0,
+        scores: Tensor,
         gates: Tensor | None = None,
         *,
         keep_logits: bool = False,
     ) -> tuple[PagedInputs, Graph]:
         """The same over pages, of any tokens: `board` is a leaf i32 [1, rows] with a buffer, where the step finds its
-        tokens in any order and leaves the next one of each wanted row in the first ones: the likeliest, or chosen by
-        these tables from at most so many candidates. gates: as paged_inputs()."""
-        inputs = PagedInputs.of(cache, size, board, draws=tables is not None, gates=gates)
-        target = ops.view(board, (size.n_outputs,))
-        if tables is None:
-            return inputs, self._choosing(inputs, target, None, keep_logits)
-        assert inputs.choice is not None
+        tokens in any order. It leaves the logits of wanted rows in the first rows of `scores`, a leaf f32 [n_vocab,
+        rows] with a buffer, for a graph of choices(). gates: as paged_inputs()."""
+        inputs = PagedInputs.of(cache, size, board, gates=gates)
         logits = self.result(inputs)
-        chosen, said = tables.choose(logits, inputs.choice, most)
+        kept = ops.cpy(logits, ops.view(scores, (self.hp.n_vocab, size.n_outputs)), name="scores")
+        return inputs, Graph(kept, *([logits] if keep_logits else []))
+
+    def choices(
+        self, scores: Tensor, n: int, board: Tensor, tables: SampleTables | None = None, most: int = 0
+    ) -> tuple[RowInputs, Graph]:
+        """Chooses the next tokens of the first n rows of `scores`, the likeliest or as these tables say, of at most so
+        many candidates, and leaves them on the board where the inputs say."""
+        rows, logits = RowInputs.of(n), ops.view(scores, (self.hp.n_vocab, n))
+        chosen, *said = [ops.argmax(logits)] if tables is None else tables.choose(logits, rows, most)
+        return rows, Graph(self._put(chosen, rows.targets, board), *said)
+
+    def _put(self, chosen: Tensor, targets: Tensor, board: Tensor) -> Tensor:
+        """Tokens i32 [n] go to rows of the board."""
         chosen = chosen if self.share is None else self.share.agreed(chosen)
-        ends = [ops.cpy(chosen, target, name="next_token"), said, *([logits] if keep_logits else [])]
-        return inputs, Graph(*ends)
+        return ops.set_rows(ops.reshape(chosen, 1, chosen.ne[0]), targets, board, name="next_token")
 
     def _choosing(self, inputs: AnyInputs, target: Tensor, sampling: SampleParams | None, keep_logits: bool) -> Graph:
         """Writes the next token of each wanted row to `target`, i32 [n_outputs]."""

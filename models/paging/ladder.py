@@ -22,9 +22,9 @@ def coarse_rung(n: int, most: int) -> int:
 
 
 def block_rung(n: int, most: int, by: int = 2) -> int:
-    """The same of 32, 32 * by, 32 * by * by, ...: entries of a table, of which those behind a sequence's end are
-    written and not read."""
-    size = 32
+    """The same of 128, 128 * by, 128 * by * by, ...: entries of a table, of which those behind a sequence's end are
+    written and not read. In pages of 64 tokens texts of up to 8,192 have steps of one size."""
+    size = 128
     while size < n:
         size *= by
     return min(size, most)

@@ -114,6 +114,10 @@ class PagePool:
         root = self.root.children.get(key) if key else self.root
         return known(root, ids, self.page, most) if self.share and root is not None else []
 
+    def n_known(self, seq: int, ids: Sequence[int]) -> int:
+        """How many first tokens of `ids` the tree has for sequences that share pages with `seq`, in whole pages."""
+        return len(self._known(seq, ids, len(ids) // self.page)) * self.page
+
     # ---- reading and writing ----
 
     def append(self, new: Mapping[int, int]) -> list[Copy]:

@@ -156,8 +156,8 @@ def test_rungs() -> None:
     assert rungs == [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 700]
     assert all(n <= rung(n, 700) for n in range(1, 701)) and all(n <= coarse_rung(n, 70) for n in range(1, 71))
     assert sorted({coarse_rung(n, 70) for n in range(1, 71)}) == [1, 16, 70]
-    assert sorted({block_rung(n, 600) for n in range(1, 601)}) == [32, 64, 128, 256, 512, 600]
-    assert sorted({block_rung(n, 600, 4) for n in range(1, 601)}) == [32, 128, 512, 600]
+    assert sorted({block_rung(n, 600) for n in range(1, 601)}) == [128, 256, 512, 600]
+    assert sorted({block_rung(n, 600, 4) for n in range(1, 601)}) == [128, 512, 600]
 
 
 def test_likeliest_tokens_of_each(model: Model) -> None:

@@ -151,10 +151,11 @@ def test_all_models_steps_are_in_order(tmp_path: Path, name: str) -> None:
     tiny.write_model(tmp_path / "m.gguf", name)
     backends = planned()
     steps = checked(load(tmp_path / "m.gguf", backends), backends)
-    assert len(steps) in (3, 9, 10)
+    assert len(steps) in (3, 10, 11)
     for step in steps:
         assert not step.violations, [step.title, *map(str, step.violations)]
-        assert 0 < step.starts_early < step.launches
+        choice = step.title.startswith("the choice")  # two launches, which read only what was made before
+        assert step.launches <= 2 if choice else 0 < step.starts_early < step.launches, step.title
 
 
 @pytest.mark.parametrize("name", ["phi3-mini:q4_k_m", "deepseek2-lite:q4_k_m"])

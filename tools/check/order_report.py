@@ -77,7 +77,9 @@ def steps_of(model: Model, backends: Sequence[Backend], options: SessionOptions)
         yield f"decode of {n} sequences and the next tokens' choice", engine.chained().exe
     paged = PagedEngine(model.decoder, backends, replace(options, page=PAGE), n)
     yield f"a prompt and {n - 1} tokens over pages", paged.prepared(paged.largest_size(paged.n_batch + n - 1, n)).exe
-    yield f"decode of {n} sequences over pages and the next tokens' choice", paged.chained().exe
+    step = paged.choosing(paged.largest_size(n, n))
+    yield f"decode of {n} sequences over pages", step.reads.exe
+    yield f"the choice of {n} sequences' next tokens", step.chooser.exe
 
 
 def ordered(title: str, exe: Executable) -> Ordered:

@@ -1,7 +1,8 @@
 """Scheduler: which texts an engine's next step reads, and what becomes of their tokens. No threads and no HTTP: one
 thread calls it.
 
-A text waits until a sequence and pages for its whole prompt are free. It then takes over what the cache's tree has of
+A text waits until a sequence and pages for its whole prompt are free, and until a text that begins as it does has read
+what they share, where that is much of it. It then takes over what the cache's tree has of
 its beginning, reads the rest in chunks beside those that generate, and generates. Where pages run out the text that
 came last gives its pages back and waits again: its tokens are read anew, or taken over where the tree still has them.
 No new text begins until one has ended, so that two don't take each other's pages in turn.
@@ -40,6 +41,8 @@ log = logging.getLogger(__name__)
 
 #: Tokens of a prompt whose log-probabilities are told that a step reads: a row of logits is kept for each.
 SCORED = 128
+#: The part of its tokens that a text must be spared to wait for another one that reads them.
+LEAST_SPARED = 0.25
 #: Where a text stands.
 WAITING, READING, GENERATING, ENDED = "waiting", "reading", "generating", "ended"
 
@@ -55,7 +58,8 @@ class Text:
 
     While it is made: tokens: prompt and made ones; n_cached: of the prompt, taken over from the cache, -1
     until it begins; seq: of the engine, -1 for none; how: how the device chooses its tokens, None where it can't;
-    guesser: what guesses them; scores: of the prompt's tokens behind the first one, as far as they are known;
+    guesser: what guesses them; awaited: a text that reads what this one begins with too, and how many tokens that is;
+    scores: of the prompt's tokens behind the first one, as far as they are known;
     came, read, began, last: when it came, when reading it began, when its first and its
     latest token were made, seconds by the clock, 0 while it has not happened."""
 
@@ -75,6 +79,7 @@ class Text:
     seq: int = -1
     how: Drawn | None = None
     guesser: Guesser | None = None
+    awaited: tuple[Text, int] | None = None
     scores: list[Logprobs] = field(default_factory=list)
     came: float = 0.0
     read: float = 0.0
@@ -124,8 +129,8 @@ class Scheduler:
     deterministic: a text's tokens and log-probabilities are the same bits whatever else is made, on a backend whose
     rows stand alone. A piece of a prompt is a step by itself, and steps of single tokens all have one size; a text that
     gave its pages back reads what it has made one token at a time, as it was made; and the engine shares no pages,
-    since those of tokens that were made are not those of prompts. A device chooses while all texts have the likeliest
-    token, as the host would, so that it does not matter which of them does."""
+    since those of tokens that were made are not those of prompts. Texts whose tokens a device can choose have steps of
+    their own, and so have those whose tokens the host must choose: who chooses depends on a text alone."""
 
     def __init__(
         self,
@@ -206,7 +211,7 @@ class Scheduler:
 
     def _admit(self) -> None:
         while not self._blocked and len(self.running) < self.engine.n_seq:
-            text = self.waiting.take(lambda text: text.may_begin)
+            text = self.waiting.take(lambda text: text.may_begin and not self._awaits(text))
             if text is None:
                 return
             seq = next(i for i in range(self.engine.n_seq) if i not in self.running)
@@ -219,6 +224,28 @@ class Scheduler:
                 self._fail(text, error)
             except SessionError as error:
                 self._fail(text, error)
+
+    def _awaits(self, text: Text) -> bool:
+        """Another text is reading what this one can take over soon, and is spared much by."""
+        engine = self.engine
+        if text.awaited is not None:
+            other, n = text.awaited
+            if other.state == READING and engine.lengths[other.seq] < n:
+                return True
+            text.awaited = None
+        if not engine.options.share or text.scored is not None:
+            return False
+        page = engine.cache.sizes.page
+        for seq, other in self.running.items():
+            alike = other.adapters == text.adapters and other.tokens[:page] == text.tokens[:page]
+            if other.state != READING or not alike:
+                continue
+            n = min(n_alike(other.tokens, text.tokens), len(text.tokens) - 1) // page * page
+            spared = n - engine.cache.pool.n_known(seq, text.tokens)
+            if engine.lengths[seq] < n and spared >= LEAST_SPARED * len(text.tokens):
+                text.awaited = other, n
+                return True
+        return False
 
     def _begin(self, seq: int, text: Text) -> None:
         """Raises CacheFullError where the pages that nobody has, and no text that has begun still needs for its prompt,
@@ -255,15 +282,19 @@ class Scheduler:
     def _on_device(self, text: Text) -> Drawn | None:
         """How a device chooses a text's tokens, None where it can't or gains nothing by it."""
         how = drawn(text.sampler, self.engine.n_ctx) if self._runs_ahead and text.scored is None else None
-        if self.deterministic and how is not None and not how.is_plain:
-            return None
         return how if how is not None and (self.engine.home.asynchronous or how.is_plain) else None
 
     def _read(self) -> None:
-        if any(text.how is None for text in self.running.values()):
+        by_host = any(text.how is None for text in self.running.values())
+        if by_host and not self.deterministic:
             self._leave_batch()
+        if by_host:
             self._step_by_host()
-            return
+        if (self.deterministic or not by_host) and any(text.how is not None for text in self.running.values()):
+            self._step_batch()
+
+    def _step_batch(self) -> None:
+        """The tokens that a device has chosen next."""
         if self._batch is None:
             self._batch = ContinuousBatch(self.engine, self.pace, alone=self.deterministic)
             for text in self.running.values():
@@ -286,7 +317,8 @@ class Scheduler:
     def _join_batch(self, text: Text) -> None:
         assert self._batch is not None
         if text.how is None:
-            self._leave_batch()
+            if not self.deterministic:
+                self._leave_batch()
             return
         room = self.most_tokens + 1 - len(text.tokens)
         left = room if text.most < 0 else min(room, text.most - text.n_made)
@@ -318,21 +350,24 @@ class Scheduler:
         batch.n_guessed = batch.n_right = 0
 
     def _step_by_host(self) -> None:
+        """All texts', or where steps tell nothing of others those whose tokens the host must choose: pieces of prompts,
+        each by itself, and a token of each text that has read its own."""
         if not self.deterministic:
             self._read_part(self._part(), None)
             return
         engine, room = self.engine, self.engine.n_batch
-        for seq, text in list(self.running.items()):
+        texts = {seq: text for seq, text in self.running.items() if text.how is None}
+        for seq, text in texts.items():
             at = int(engine.lengths[seq])
             piece = text.prompt[at : (at // engine.n_batch + 1) * engine.n_batch]
             if 0 < len(piece) <= room:
                 room -= len(piece)
                 self._read_part({seq: np.array(piece, np.int32)}, engine.own_size(len(piece)))
-        lengths = {seq: int(engine.lengths[seq]) for seq in self.running}
+        lengths = {seq: int(engine.lengths[seq]) for seq in texts if seq in self.running}
         singles = {
-            seq: np.array(self.running[seq].tokens[at : at + 1], np.int32)
+            seq: np.array(texts[seq].tokens[at : at + 1], np.int32)
             for seq, at in lengths.items()
-            if at >= len(self.running[seq].prompt)
+            if at >= len(texts[seq].prompt)
         }
         if singles:
             self._read_part(singles, engine.own_size())
@@ -444,3 +479,10 @@ class Scheduler:
         self.waiting.put_first(text.key, text)
         self._blocked = True
         self.counts.preemptions += 1
+
+
+def n_alike(a: Sequence[int], b: Sequence[int]) -> int:
+    """How many tokens two texts have in common at their beginning."""
+    n = min(len(a), len(b))
+    differ = np.flatnonzero(np.asarray(a[:n], np.int32) != np.asarray(b[:n], np.int32))
+    return int(differ[0]) if len(differ) else n

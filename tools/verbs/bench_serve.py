@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import json
 import re
 import shlex
 import subprocess
@@ -42,6 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--requests", type=whole(1), metavar="N", help=f"of each step (default: {EACH} a user, or 10 seconds' worth)")
     add("--shared", type=whole(0), default=0, metavar="N", help="tokens that all prompts begin with (default: 0)")
     add("--temp", type=float, default=0.0, metavar="T", help="temperature (default: 0)")
+    add("--body", default="{}", metavar="JSON", help="other fields of all requests, such as a json_schema")
     add("--seed", type=whole(0), default=0, metavar="N", help="of prompts, moments and sampling (default: 0)")
     add("--warm-up", type=whole(0), metavar="N", help="requests before each step that don't count (default: a user's)")
     add("--api-key", default="", metavar="KEY", help="of the server")
@@ -56,6 +58,7 @@ def main(args: argparse.Namespace) -> int:
     steps += [(False, n) for n in _numbers(args.rate, "--rate")]
     if (args.target is None) == (args.synthetic is None):
         raise SessionError("one server must be given: http://HOST:PORT, a model to serve, or --synthetic NAME")
+    args.body = _fields(args.body)
     with _server(args) as url:
         report = asyncio.run(_measured(args, url, steps or [(True, 1.0)]))
     points = [(_named(step), step) for step in report["steps"]]
@@ -68,6 +71,17 @@ def main(args: argparse.Namespace) -> int:
     else:
         _print(report)
     return 0 if all(step["requests"] and not step["errors"] for step in report["steps"]) else 1
+
+
+def _fields(text: str) -> dict[str, Any]:
+    """Those of --body. Raises SessionError."""
+    try:
+        found = json.loads(text)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise SessionError(f"--body must be a JSON object, as '{{\"top_k\": 20}}', got {text[:40]!r}")
+    return found
 
 
 def _numbers(text: str, flag: str) -> list[float]:
@@ -119,7 +133,7 @@ async def _measured(args: argparse.Namespace, url: str, steps: list[tuple[bool, 
     server = Server(url, args.api_key)
     served = (await server.get("/v1/models"))["data"][0]
     n_vocab = (served.get("meta") or {}).get("n_vocab") or 1000
-    ask = Ask(args.served_model or served["id"], n_vocab, args.shared, args.temp, args.seed)
+    ask = Ask(args.served_model or served["id"], n_vocab, args.shared, args.temp, args.seed, args.body)
     found, at = list[dict[str, Any]](), 0
     for is_closed, n in steps:
         count = args.requests or (EACH * int(n) if is_closed else max(1, round(10 * n)))

@@ -75,7 +75,7 @@ def test_a_step_over_pages_is_one_split(tmp_path: Path, name: str) -> None:
     engine, rings = mine.engine(3, PAGED), mine.engine(3, F32)
     assert isinstance(engine, PagedEngine)
     for size in (engine.largest_size(9, 2), engine.largest_size(3, 3)):
-        for step in (engine.choosing(size), engine.prepared(size)):
+        for step in (*engine.choosing(size), engine.prepared(size)):
             (split,) = step.exe.splits
             assert split.backend.name == "triton" and not split.copies
     (other,) = rings.executable(1, 3).splits

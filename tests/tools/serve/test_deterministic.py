@@ -139,6 +139,22 @@ def test_a_batch_reads_prompts_alone(tmp_path: Path, late: int) -> None:
     assert made({3: 0, 1: late, 0: 2 * late}) == {i: alone[i] for i in (3, 1, 0)}
 
 
+def test_prompts_take_turns(tmp_path: Path) -> None:
+    """Texts that generate wait for n_batch tokens of prompts at most, and prompts for a step of theirs."""
+    model = model_of(tmp_path, "llama", "F32")
+    engine = PagedEngine(model.decoder, model.backends, replace(OPTIONS, n_batch=8), 6)
+    read = list[int]()
+    with ContinuousBatch(engine, alone=True) as batch:
+        batch.add(0, [5, 6], 20)
+        batch.step()
+        for seq in range(1, 6):
+            batch.add(seq, [7 + seq] * 4, 1)
+        for _ in range(7):
+            batch.step()
+            read.append(batch.times[-1].n_tokens)
+    assert read == [4, 4, 1, 4, 4, 1, 4]
+
+
 def test_on_a_gpu_too(tmp_path: Path) -> None:
     """In Triton's interpreter: while all texts have the likeliest token a device chooses, else the host. A prompt of
     two steps, one of a single token, and one that comes late."""

@@ -317,3 +317,36 @@ def test_where_a_turn_s_time_goes(llama: Model, monkeypatch: pytest.MonkeyPatch)
     scheduler.step()
     (host,) = scheduler.times
     assert host.n_tokens == 9 and 0 < host.device == host.waited < 5.0
+
+
+def test_what_texts_begin_with_is_read_once(llama: Model) -> None:
+    """Four texts that come at once, of the same 70 tokens and others behind: the first one reads them for all. One that
+    shares too little, and those of other beginnings, don't wait."""
+    scheduler = scheduler_of(llama, 6)
+    same = prompts(1, 11, 71)[0]
+    same = (same * 70)[:70]
+    texts = [text_of(llama, [*same, *own], 5) for own in ([5, 6, 7], [8] * 20, [9, 5], [6])]
+    others = [text_of(llama, [*same[:20], *[30 + i for i in range(60)]], 5), text_of(llama, [40] * 30, 5)]
+    for text in (texts[0], *others, *texts[1:]):
+        scheduler.add(text)
+    scheduler.step()
+    assert [text.state == "waiting" for text in [*texts, *others]] == [False, True, True, True, False, False]
+    scheduler.step()
+    assert not any(text.state == "waiting" for text in texts) and texts[0].state == "generating", "it goes on"
+    run(scheduler)
+    assert [text.n_cached for text in texts] == [0, 64, 64, 64]
+    assert [made(text) for text in [*texts, *others]] == [alone(llama, t, GREEDY) for t in [*texts, *others]]
+    check_nothing_left(scheduler)
+
+
+def test_nobody_waits_for_a_text_that_left(llama: Model) -> None:
+    scheduler = scheduler_of(llama, 3)
+    texts = [text_of(llama, [7] * 90, 4) for _ in range(2)]
+    for text in texts:
+        scheduler.add(text)
+    scheduler.step()
+    assert texts[1].state == "waiting"
+    scheduler.cancel(texts[0])
+    run(scheduler)
+    assert made(texts[1]) == alone(llama, texts[1], GREEDY)
+    check_nothing_left(scheduler)

@@ -1,0 +1,160 @@
+"""What the next step of a ContinuousBatch reads: which tokens of which sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from graphrt.errors import CacheFullError
+from graphrt.models.engine import Ids
+from graphrt.models.guesses import Guesser, Pace, guesses
+from graphrt.models.paged_steps import PagedSteps
+from graphrt.models.sampling_device import Drawn
+from graphrt.models.step_paged import StepSize
+
+
+@dataclass(eq=False)
+class Going:
+    """A sequence that reads or generates. left: its tokens that no step reads yet, of which the first n_prompt are of a
+    prompt and not made; on_board: the latest step leaves its next token on the board's row of this sequence; wanted,
+    unasked: tokens that are still to be given, and of those the ones that no step has been queued for; token: the last
+    one given; how: how its tokens are chosen; guesser: what guesses some of them, None for nothing."""
+
+    seq: int
+    left: Ids
+    wanted: int
+    unasked: int
+    how: Drawn
+    guesser: Guesser | None = None
+    n_prompt: int = 0
+    on_board: bool = False
+    token: int = -1
+
+    @property
+    def guesses(self) -> bool:
+        """Its next tokens may be guessed: then its latest one must be known."""
+        steady = not self.how.waits and not self.how.settings.penalizes
+        return self.guesser is not None and not self.guesser.pauses and steady
+
+    @property
+    def is_known(self) -> bool:
+        """The host knows all of its tokens."""
+        return self.unasked == self.wanted
+
+
+class Read(NamedTuple):
+    """What a queued step reads of a sequence. ids: its tokens, None for the one that the step before leaves; chooses:
+    the next one is wanted; guessed: how many of the tokens, at their end, are guesses. What is chosen after each of
+    them is looked at: so far as guesses are what is chosen before them, they are the text's own."""
+
+    of: Going
+    ids: Ids | None
+    chooses: bool
+    guessed: int = 0
+
+    @property
+    def n(self) -> int:
+        return 1 if self.ids is None else len(self.ids)
+
+
+class ReadPlan:
+    """Chooses what steps of an engine read. going: its sequences by number; the others as ContinuousBatch has them."""
+
+    def __init__(
+        self,
+        engine: PagedSteps,
+        going: Mapping[int, Going],
+        pace: Pace | None = None,
+        *,
+        alone: bool = False,
+        size: StepSize | None = None,
+    ) -> None:
+        self.engine, self.going, self.pace, self.alone, self.size = engine, going, pace, alone, size
+        self._room = engine.n_batch  # alone: tokens of prompts that may be read until single ones have their turn
+
+    def next(self) -> list[Read]:
+        """What the next step reads: a token of each sequence that generates, and n_batch tokens of prompts, in the
+        order in which they came; or, where there are no prompts, guesses."""
+        if self.alone:
+            return self._next_alone()
+        reads, room = [], self.engine.n_batch
+        prompts = any(len(going.left) > 1 for going in self.going.values())
+        guessed = {} if prompts else self._guesses()
+        for going in self.going.values():
+            if len(going.left):
+                ids = going.left[: room if len(going.left) > 1 else 1]
+                room -= len(ids) if len(going.left) > 1 else 0
+                if len(ids):
+                    reads.append(Read(going, ids, len(ids) == len(going.left)))
+            else:
+                reads += self._single(going, guessed.get(going.seq, []))
+        place = {seq: i for i, seq in enumerate(self.engine.arranged([read.of.seq for read in reads]))}
+        return sorted(reads, key=lambda read: place[read.of.seq])
+
+    def _single(self, going: Going, guess: list[int]) -> list[Read]:
+        """The latest token of a sequence that generates, with what is guessed to follow it."""
+        if not going.unasked:
+            return []
+        if going.on_board and not guess:
+            return [Read(going, None, True)]
+        return [Read(going, np.array([going.token, *guess], np.int32), True, len(guess))] if going.is_known else []
+
+    def _next_alone(self) -> list[Read]:
+        """A piece of one prompt, or else a token of each sequence that has read its own: in turns of n_batch tokens of
+        prompts and a step of single ones, where there are both."""
+        engine = self.engine
+        singles = list[Read]()
+        for going in self.going.values():
+            if not going.n_prompt and len(going.left):
+                singles.append(Read(going, going.left[:1], len(going.left) == 1))
+            elif not going.n_prompt:
+                singles += self._single(going, [])
+        prompt = next((going for going in self.going.values() if going.n_prompt), None)
+        if prompt is not None:
+            at = engine.cache.pool.of(prompt.seq).reserved
+            piece = prompt.left[: min(prompt.n_prompt, engine.n_batch - at % engine.n_batch)]
+            if not singles or len(piece) <= self._room:
+                self._room -= len(piece) if singles else 0
+                return [Read(prompt, piece, len(piece) == len(prompt.left))]
+        self._room = engine.n_batch
+        return singles
+
+    def own_size(self, reads: list[Read]) -> StepSize | None:
+        """That of a step that tells nothing of others, None where it may."""
+        if not self.alone:
+            return self.size
+        return self.engine.own_size(reads[0].n if reads[0].of.n_prompt else 0)
+
+    def may_guess(self, going: Going) -> bool:
+        """Its next tokens may be guessed, and guesses pay."""
+        return going.guesses and (self.pace is None or self.pace.guesses(len(self.going)))
+
+    def _guesses(self) -> dict[int, list[int]]:
+        """The tokens that sequences may be about to say: those that they can still have, and that have pages without
+        others giving any up."""
+        engine, room, asked = self.engine, self.engine.n_batch, dict[Guesser, int]()
+        going_on = [going for going in self.going.values() if going.unasked]
+        for going in going_on:
+            if going.guesser is None or len(going.left) or not going.is_known or not self.may_guess(going):
+                continue
+            left = engine.n_ctx - int(engine.lengths[going.seq]) - 1
+            n = min(room, going.guesser.size, going.unasked - 1, left)
+            if n > 0:
+                asked[going.guesser] = n
+                room -= n
+        made = guesses(asked) if asked else {}
+        counts, found = {going.seq: 1 for going in going_on}, dict[int, list[int]]()
+        for going in going_on:
+            guess = made.get(going.guesser) if going.guesser is not None else None
+            if not guess:  # room is asked for guess by guess, which takes as long as there are sequences
+                continue
+            try:
+                engine.cache.pool.check_room(counts | {going.seq: 1 + len(guess)})
+            except CacheFullError:
+                continue
+            counts[going.seq] += len(guess)
+            found[going.seq] = guess
+        return found
