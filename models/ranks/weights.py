@@ -66,6 +66,8 @@ def part_of(file: GGUFFile, name: str, cut: Cut, rank: int) -> Bytes:
         return cut_bytes(file.data(name), info, cut, rank)
     ne = full_dims(info.ne)
     row, n_rows = info.dtype.row_size(ne[0]), math.prod(ne[1:])
+    if cut.dim == 0 and n_rows == 1 and len(cut.spans[rank]) == 1:  # a vector's part is a run of its bytes
+        return file.span(name, *map(info.dtype.row_size, cut.spans[rank][0]))
     if cut.dim == 0:
         mine = np.empty((n_rows, info.dtype.row_size(cut.ne(ne, rank)[0])), np.uint8)
         step = max(1, TOGETHER // row)

@@ -14,11 +14,11 @@ from graphrt.op import op_spec
 from graphrt.ops.flash_attn_varlen import longest
 from graphrt.tensor import Tensor
 
-#: Files of up to so many bytes may all take the same: 275 MB, a second or two. Larger ones in proportion to their size.
+#: Files of up to so many bytes may all take the same: 354 MB, a second or two. Larger ones in proportion to their size.
 SMALL_FILE = 2 * 2**20
 #: Elements that are held at a time, those of the result counted three times: float64, what it is judged by, runs that
 #: are compared. One takes up to 75 bytes.
-ELEMENTS, ELEMENTS_PER_BYTE = 7 * 2**19, 16
+ELEMENTS, ELEMENTS_PER_BYTE = 9 * 2**19, 16
 #: Floating-point operations of one evaluation.
 FLOPS, FLOPS_PER_BYTE = 2**30, 2000
 #: Rounds of loops that the reference goes in Python, a quarter of a millisecond each.
