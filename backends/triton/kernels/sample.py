@@ -6,7 +6,9 @@ highest" is one set and its order is one order, whichever program comes first.
 
 1. The largest key of each block of a row. The k-th largest of these is no larger than the k-th largest of the row.
 2. The blocks' largest keys in order: that bound.
-3. What is not below the bound, in any order. Few keys beyond k, and never more than k blocks of them.
+3. What is not below the bound, in any order. Few keys beyond k, and never more than k blocks of them. Where a mask
+   leaves fewer than k logits above -inf the bound is a key of -inf, and thousands of equal logits are not below it: of
+   these only the first 2 k places can be among the k highest keys, k - 1 places of which others can have.
 4. These in order, by how many are larger than each.
 5. The truncations and the draw, one program a row (draw.py).
 """
@@ -60,14 +62,14 @@ def block_maxima(
 @accesses(reads="p_a p_tops p_kept", writes="p_kept p_keys")
 @triton.jit
 def keep_keys(p_a, p_tops, p_kept, p_keys, n, capacity, k, s0, s1, SIZE: tl.constexpr, PDL: tl.constexpr):
-    """Program (row, i) keeps those of SIZE keys of a row that are not below tops[row, k - 1]. keys: [rows, capacity];
-    kept: int32 [rows], how many there are."""
+    """Program (row, i) keeps those of SIZE keys of a row that are not below tops[row, k - 1], and of -inf only those
+    that can be among the k highest. keys: [rows, capacity]; kept: int32 [rows], how many there are."""
     take_turn(PDL)
     row = tl.program_id(0)
     i = tl.program_id(1) * SIZE + tl.arange(0, SIZE)
     x = tl.load(p_a + row.to(tl.int64) * s1 + i.to(tl.int64) * s0, mask=i < n, other=0.0)
     keys = order_keys(x, i)
-    keep = (i < n) & (keys >= tl.load(p_tops + row * k + k - 1))
+    keep = (i < n) & (keys >= tl.load(p_tops + row * k + k - 1)) & ((x != float("-inf")) | (i < 2 * k))
     count = tl.sum(keep.to(tl.int32), 0)
     if count > 0:
         start = tl.atomic_add(p_kept + row, count, sem="relaxed")

@@ -290,6 +290,22 @@ def test_what_is_drawn_from_is_the_highest_in_order_in_every_run(n: int, k: int)
         assert (0x7FFFFFFF - (best & 0x7FFFFFFF)).tolist() == np.argsort(-x, axis=1, kind="stable")[:, :k].tolist()
 
 
+@pytest.mark.parametrize("places", [[], [4999], [0, 4000, 4001], list(range(2, 79, 2))])
+def test_few_logits_that_a_mask_leaves_cost_no_more_to_order(places: list[int]) -> None:
+    """Those of -inf are equal: thousands of them are as high as the last that is wanted."""
+    n, k = 5000, 40
+    a, u, ctx = Tensor("f32", (n, 1)), Tensor("f64", (1,)), context(device.target())
+    steps = sample.lower_sample([ops.sample(a, u, ops.SampleParams(1.0, k, 1.0, 0.0))], ctx)
+    x = np.full((1, n), -np.inf, np.float32)
+    x[0, places] = np.arange(len(places)) % 7
+    fill(a, x, ctx)
+    for step in steps:
+        step()
+    best = steps[-1].args["p_sorted"]
+    assert (0x7FFFFFFF - (best & 0x7FFFFFFF)).tolist() == np.argsort(-x, axis=1, kind="stable")[:, :k].tolist()
+    assert int(steps[2].args["p_kept"][0]) <= len(places) + 2 * k
+
+
 def test_what_has_no_decoder_or_rounding_is_refused() -> None:
     ids = Tensor("i32", (2,))
     assert why_unsupported(ops.get_rows(Tensor("q4_K", (256, 3)), ids)) is None
