@@ -1,8 +1,9 @@
-"""What the next step of a ContinuousBatch reads: which tokens of which sequences."""
+"""What the next step of a ContinuousBatch reads: which tokens of which sequences, where they are found, and by what the
+next ones are chosen."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -12,7 +13,8 @@ from graphrt.errors import CacheFullError
 from graphrt.models.engine import Ids
 from graphrt.models.guesses import Guesser, Pace, guesses
 from graphrt.models.paged_steps import PagedSteps
-from graphrt.models.sampling_device import Drawn
+from graphrt.models.sampling_device import Drawn, place_of
+from graphrt.models.step_chosen import Row
 from graphrt.models.step_paged import StepSize
 
 
@@ -158,3 +160,37 @@ class ReadPlan:
             counts[going.seq] += len(guess)
             found[going.seq] = guess
         return found
+
+
+def sources_of(engine: PagedSteps, reads: Sequence[Read], n: int) -> Ids:
+    """The row of the board in which each of n tokens is found: its sequence's, or behind all that steps leave those
+    that the host gives."""
+    found = np.empty(n, np.int32)
+    at, given = 0, engine.given_at
+    for read in reads:
+        if read.ids is None:
+            found[at] = read.of.seq
+        else:
+            found[at : at + read.n] = np.arange(given, given + read.n)
+            given += read.n
+        at += read.n
+    return found
+
+
+def rows_of(engine: PagedSteps, reads: Sequence[Read], *, every: bool) -> list[Row]:
+    """What each wanted row's token is chosen by, with numbers beyond the draws that are queued, and where it goes.
+    every: all tokens' rows are wanted."""
+    pool, rows = engine.cache.pool, list[Row]()
+    for read in reads:
+        going, how = read.of, read.of.how
+        end, before = pool.of(going.seq).reserved, going.wanted - going.unasked
+        for i in range(read.n if every else 1):
+            numbers, place = (0.0, 0.0), -1
+            if read.chooses and how.uniforms is not None:
+                first = (before + i) * how.n_uniforms
+                numbers = how.uniforms.peek(first + how.n_uniforms - 1), how.uniforms.peek(first)
+            if read.chooses and how.settings.penalizes:
+                place = place_of(going.seq, end)
+            target = engine.n_seq + len(rows) if every else going.seq if read.chooses else -1
+            rows.append(Row(going.seq, end, numbers, place, target))
+    return rows

@@ -17,12 +17,12 @@ import numpy.typing as npt
 from graphrt.arguments import checked
 from graphrt.backends.cpu import threads
 from graphrt.errors import CacheFullError, SessionError
-from graphrt.models.batch_reads import Going, Read, ReadPlan
+from graphrt.models.batch_reads import Going, Read, ReadPlan, rows_of, sources_of
 from graphrt.models.engine import MAX_AHEAD, Ids
-from graphrt.models.grammar import find_later
+from graphrt.models.grammar import follow_later
 from graphrt.models.guesses import Guesser, Pace
 from graphrt.models.paged_steps import PagedSteps
-from graphrt.models.sampling_device import Drawn, candidates, place_of
+from graphrt.models.sampling_device import Drawn, candidates
 from graphrt.models.step_chosen import ChosenStep, Row
 from graphrt.models.step_paged import StepSize
 from graphrt.models.step_times import StepTime
@@ -209,14 +209,14 @@ class ContinuousBatch:
         step = engine.choosing(plan.size, most, adapted=engine.is_adapted(new))
         given = np.concatenate([read.ids for read in reads if read.ids is not None] or [np.zeros(0, np.int32)])
         wanted = np.arange(n, dtype=np.int32) if every else np.cumsum(counts, dtype=np.int32) - 1
-        step.reads.write(new, self._sources(reads, n), wanted, plan.prefixes.groups)
+        step.reads.write(new, sources_of(engine, reads, n), wanted, plan.prefixes.groups)
         if len(given):
             buffer, offset = step.reads.exe.place(engine.board)
             buffer.write(offset + 4 * engine.given_at, given.view(np.uint8))
         stopped = engine.home.stopwatch()
         with threads.using(engine.n_threads_batch if n > len(reads) else 0):
             step.reads.exe.run()
-        of_rows = self._rows(reads, every)
+        of_rows = rows_of(engine, reads, every=every)
         rows = (np.cumsum(counts) - counts).tolist() if every else [read.of.seq for read in reads]
         for read in reads:
             if read.ids is not None:
@@ -225,38 +225,6 @@ class ContinuousBatch:
             read.of.unasked -= read.chooses
             read.of.on_board = read.chooses and not every
         return Queued(step, reads, rows, engine.n_seq if every else 0, of_rows, stopped())
-
-    def _sources(self, reads: Sequence[Read], n: int) -> npt.NDArray[np.int32]:
-        """The row of the board in which each token is found: its sequence's, or behind all that steps leave those that
-        the host gives."""
-        found = np.empty(n, np.int32)
-        at, given = 0, self.engine.given_at
-        for read in reads:
-            if read.ids is None:
-                found[at] = read.of.seq
-            else:
-                found[at : at + read.n] = np.arange(given, given + read.n)
-                given += read.n
-            at += read.n
-        return found
-
-    def _rows(self, reads: Sequence[Read], every: bool) -> list[Row]:
-        """What each wanted row's token is chosen by, with numbers beyond the draws that are queued, and where it
-        goes."""
-        pool, rows = self.engine.cache.pool, list[Row]()
-        for read in reads:
-            going, how = read.of, read.of.how
-            end, before = pool.of(going.seq).reserved, going.wanted - going.unasked
-            for i in range(read.n if every else 1):
-                numbers, place = (0.0, 0.0), -1
-                if read.chooses and how.uniforms is not None:
-                    first = (before + i) * how.n_uniforms
-                    numbers = how.uniforms.peek(first + how.n_uniforms - 1), how.uniforms.peek(first)
-                if read.chooses and how.settings.penalizes:
-                    place = place_of(going.seq, end)
-                target = self.engine.n_seq + len(rows) if every else going.seq if read.chooses else -1
-                rows.append(Row(going.seq, end, numbers, place, target))
-        return rows
 
     def _choose(self, queued: Queued) -> None:
         """Queues the choice of a step's tokens, and their way to the host. Where a sequence has ended since, another
@@ -321,9 +289,8 @@ class ContinuousBatch:
                 found[seq] = chosen[: 1 + right]
                 going.unasked -= right
                 self._given(going, found[seq], read.guessed)
-        matchers = [self._going[seq].how.matcher for seq in found if seq in self._going]
-        if sum(matcher is not None for matcher in matchers) > 1:
-            self._masked = find_later(matchers)
+        behind = [(self._going[seq], tokens[-1]) for seq, tokens in found.items() if seq in self._going]
+        self._masked = follow_later([(of.how.matcher, token) for of, token in behind if of.how.matcher is not None])
         return found
 
     def _given(self, going: Going, tokens: Sequence[int], guessed: int) -> None:
@@ -341,16 +308,6 @@ class ContinuousBatch:
                 self.n_right += len(tokens) - 1
         if not going.wanted:
             del self._going[going.seq]
-        self._accept(going)
-
-    def _accept(self, going: Going) -> None:
-        """A grammar goes on behind the token that was given."""
-        if going.how.matcher is not None:
-            try:
-                going.how.matcher.accept(going.token)
-            except SessionError as error:
-                self.failed[going.seq] = error
-                self._going.pop(going.seq, None)
 
     @contextmanager
     def _all_or_none(self) -> Iterator[None]:

@@ -8,6 +8,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from fractions import Fraction
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -17,16 +18,21 @@ import numpy.typing as npt
 
 from graphrt.errors import SessionError
 from graphrt.models.gbnf import MAX_CHARS, to_lark
+from graphrt.models.recent import Recent
 from graphrt.models.tokenizer import Tokenizer
 from graphrt.printing import brief, cut
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
+    from graphrt.models.sampling import Matcher
+
 #: The oldest version of llguidance that is known to do; 1.6 takes but one token that ends a text.
 LEAST = 1, 9
 #: Levels of a JSON schema, and references in it: llguidance goes down both on the machine's stack.
 MAX_DEPTH, MAX_REFS = 64, 500
+#: Grammars that are kept compiled: a server's requests ask for the same few again and again.
+KEPT_GRAMMARS = 32
 #: The least common multiple of all that numbers must be multiples of: of so many states is a lexer that finds out.
 MAX_MULTIPLE = 100_000
 #: What llguidance may spend, in its own units: on a grammar 1,000,000 steps (20 ms), on a token as many (70 ms) and
@@ -57,25 +63,37 @@ class GrammarVocab:
         self.eog_ids = sorted(tokenizer.eog_ids)
         wrapper = llguidance.TokenizerWrapper(_Tokens(tokenizer))
         self.tokens: LLTokenizer = llguidance.LLTokenizer(wrapper, eos_token=self.eog_ids)
+        self._first: Recent[tuple[str, str], LLMatcher] = Recent(KEPT_GRAMMARS)
 
     def matcher(
         self, grammar: str | None, json_schema: str | Mapping[str, Any] | bool | None, regex: str | None = None
     ) -> GrammarMatcher:
-        """One for a new text. Raises SessionError for a grammar that can't be read or is too large."""
+        """One for a new text. A grammar that was asked for lately is not compiled again. By one thread at a time.
+        Raises SessionError for a grammar that can't be read or is too large."""
+        if grammar is not None:
+            kind, text = "grammar", _text("grammar", grammar)
+        elif regex is not None:
+            kind, text = "regex", _text("regex", regex)
+        else:
+            kind, text = "json_schema", _schema(json_schema)
+        first = self._first.made((kind, text), lambda: self._compiled(kind, text))
+        return GrammarMatcher(first.deep_copy(), self.n_vocab, self.eog_ids)
+
+    def _compiled(self, kind: str, text: str) -> LLMatcher:
         llguidance = the_llguidance()
         source = llguidance.LLMatcher
-        if grammar is not None:
-            made = source.grammar_from_lark(to_lark(_text("grammar", grammar)))
-        elif regex is not None:
-            if len(_text("regex", regex)) > MAX_CHARS:
-                raise SessionError(f"a regex may have {MAX_CHARS} characters, got {len(regex)}; make it smaller")
-            made = source.grammar_from_regex(regex)
+        if kind == "grammar":
+            made = source.grammar_from_lark(to_lark(text))
+        elif kind == "regex":
+            if len(text) > MAX_CHARS:
+                raise SessionError(f"a regex may have {MAX_CHARS} characters, got {len(text)}; make it smaller")
+            made = source.grammar_from_regex(text)
         else:
-            made = source.grammar_from_json_schema(_schema(json_schema), overrides={"whitespace_pattern": _SPACE})
-        found = source(self.tokens, made, log_level=0, limits=llguidance.LLParserLimits(**_LIMITS))
+            made = source.grammar_from_json_schema(text, overrides={"whitespace_pattern": _SPACE})
+        found: LLMatcher = source(self.tokens, made, log_level=0, limits=llguidance.LLParserLimits(**_LIMITS))
         if found.is_error():
             raise SessionError(f"a grammar must be one that can be followed; llguidance says {_said(found)}")
-        return GrammarMatcher(found, self.n_vocab, self.eog_ids)
+        return found
 
 
 class GrammarMatcher:
@@ -140,11 +158,33 @@ def find_all(matchers: Iterable[object]) -> None:
             each._bits, each._found = row, True
 
 
-def find_later(matchers: Iterable[object]) -> Callable[[], None]:
-    """Begins with find_all() in a thread of its own, so that the caller goes on; what this gives waits for its end.
-    Nothing else may be done with the matchers until then."""
-    done = _background().submit(find_all, list(matchers))
-    return lambda: done.result()
+def follow_all(given: Iterable[tuple[Matcher, int]]) -> None:
+    """Each text goes on behind its next token, and what may come then is found, by several threads. What a text's
+    grammar has against that, bits() says. What is no GrammarMatcher only goes on."""
+    given = list(given)
+    ours = [(each, token) for each, token in given if isinstance(each, GrammarMatcher)]
+    asked = [(each._matcher, token) for each, token in ours if token not in each._eog_ids]
+    for each, _ in ours:
+        each._found = False
+    if asked:
+        _executor().consume_token_par(asked)
+    for each, token in given:
+        if not isinstance(each, GrammarMatcher):
+            each.accept(token)
+    find_all(each for each, _ in ours)
+
+
+def follow_later(given: Iterable[tuple[Matcher, int]]) -> Callable[[], None]:
+    """Begins with follow_all() in a thread of its own, so that the caller goes on; what this gives waits for its end.
+    Nothing else may be done with the matchers until then. One text alone goes on at once, and bits() finds the rest."""
+    given = list(given)
+    if len(given) > 1:
+        done = _background().submit(follow_all, given)
+        return lambda: done.result()
+    for each, token in given:
+        with suppress(SessionError):  # bits() says it again
+            each.accept(token)
+    return lambda: None
 
 
 @cache
