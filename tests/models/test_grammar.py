@@ -21,7 +21,7 @@ from support.tiny import bpe, spm
 import graphrt
 from graphrt.errors import GraphrtError, SessionError
 from graphrt.models.gbnf import MAX_CHARS, MAX_DEPTH, MAX_RULES, MAX_SYMBOLS, to_lark
-from graphrt.models.grammar import MAX_REFS, GrammarMatcher, GrammarVocab, find_all
+from graphrt.models.grammar import KEPT_GRAMMARS, MAX_REFS, GrammarMatcher, GrammarVocab, find_all, follow_later
 from graphrt.models.sampling_device import Drawn, SampleTables
 from graphrt.models.tokenizer import Tokenizer
 
@@ -257,6 +257,62 @@ def test_masks_that_are_found_together_are_those_of_each(plain: GrammarVocab) ->
                 token = int(np.flatnonzero(one.mask())[0])
                 one.accept(token)
                 other.accept(token)
+
+
+class Follows:
+    """A grammar of somebody else's."""
+
+    def __init__(self) -> None:
+        self.text = list[int]()
+
+    def accept(self, token: int) -> None:
+        self.text.append(token)
+
+
+@pytest.mark.parametrize("n", [1, 5])
+def test_texts_that_go_on_by_a_thread_are_where_each_goes(plain: GrammarVocab, n: int) -> None:
+    """One grammar has come to its end, one has no place for a token, one none for the next: that is said when their
+    masks are asked for."""
+    grammars = ['root ::= [a-c]+ "."', 'root ::= "ab" | "c" "a"', 'root ::= "c"', 'root ::= "b" [0-9]'][: n - 1 or 1]
+    matchers, alone = ([plain.matcher(grammar, None) for grammar in grammars] for _ in "ab")
+    end, first, other = plain.eog_ids[0], plain.tokens.tokenize_str("c")[0], Follows()
+    for latest in (first, end):  # the one that has ended has nothing else to say
+        tokens = [latest if i == 2 else first for i in range(len(matchers))]
+        more = [(other, first)] if n > 1 else []
+        follow_later([*zip(matchers, tokens), *more])()  # type: ignore[arg-type]
+        for one, single, token in zip(matchers, alone, tokens):
+            try:
+                single.accept(token)
+            except SessionError:
+                with pytest.raises(SessionError, match="llguidance says"):
+                    one.bits()
+            else:
+                assert one.bits().tolist() == single.bits().tolist()
+    assert other.text == ([first, first] if n > 1 else [])
+
+
+def test_a_grammar_is_compiled_once(plain: GrammarVocab, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many texts ask for it, each of which is at a place of its own; of those that nobody asks for some go."""
+    vocab, compiled, whole = GrammarVocab(tokenizer(bpe())), list[tuple[str, str]](), GrammarVocab._compiled
+    monkeypatch.setattr(GrammarVocab, "_compiled", lambda self, *of: (compiled.append(of), whole(self, *of))[1])
+    asked: list[dict[str, Any]] = [
+        {"grammar": 'root ::= "ab" | "c"', "json_schema": None},
+        {"grammar": None, "json_schema": {"type": "object"}},
+        {"grammar": None, "json_schema": None, "regex": "ab|c"},
+    ]
+    for of in asked:
+        first, second = vocab.matcher(**of), vocab.matcher(**of)
+        before = first.bits().tolist()
+        first.accept(int(np.flatnonzero(first.mask())[0]))
+        assert second.bits().tolist() == before == vocab.matcher(**of).bits().tolist() != first.bits().tolist()
+    assert [kind for kind, _ in compiled] == ["grammar", "json_schema", "regex"]
+    for i in range(KEPT_GRAMMARS):
+        vocab.matcher(f'root ::= "{i}"', None)
+    vocab.matcher(**asked[0])
+    assert len(compiled) == 3 + KEPT_GRAMMARS + 1
+    for _ in range(2):
+        with pytest.raises(SessionError):
+            vocab.matcher("root ::= [", None)
 
 
 def test_what_tables_let_through(plain: GrammarVocab) -> None:

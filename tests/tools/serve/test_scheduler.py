@@ -119,7 +119,9 @@ DEVICE: list[tuple[SamplerParams, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize("kinds", [DEVICE[:4], DEVICE], ids=["queued ahead", "with grammars"])
+@pytest.mark.parametrize(
+    "kinds", [DEVICE[:4], DEVICE, DEVICE[4:]], ids=["queued ahead", "with grammars", "with grammars alone"]
+)
 def test_the_device_chooses_each_texts_tokens_as_its_sampler(
     llama: Model, monkeypatch: pytest.MonkeyPatch, kinds: list[tuple[SamplerParams, dict[str, Any]]]
 ) -> None:
