@@ -163,15 +163,15 @@ def follow_all(given: Iterable[tuple[Matcher, int]]) -> None:
     grammar has against that, bits() says. What is no GrammarMatcher only goes on."""
     given = list(given)
     ours = [(each, token) for each, token in given if isinstance(each, GrammarMatcher)]
-    asked = [(each._matcher, token) for each, token in ours if token not in each._eog_ids]
-    for each, _ in ours:
-        each._found = False
+    asked = [(one._matcher, token) for one, token in ours if token not in one._eog_ids]
+    for one, _ in ours:
+        one._found = False
     if asked:
         _executor().consume_token_par(asked)
     for each, token in given:
         if not isinstance(each, GrammarMatcher):
             each.accept(token)
-    find_all(each for each, _ in ours)
+    find_all(one for one, _ in ours)
 
 
 def follow_later(given: Iterable[tuple[Matcher, int]]) -> Callable[[], None]:
