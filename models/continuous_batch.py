@@ -35,14 +35,14 @@ MOST_TIMES = 64
 class Queued:
     """A step that was queued. rows: of what it leaves on the board from `start` on, those of each read's first token;
     of_rows: what they are chosen by, but for the numbers; answer: waits for its tokens, None until their choice is
-    queued too; seconds: tells how long the device took."""
+    queued too; seconds: tells how long the device took, once it has been queued."""
 
     step: ChosenStep
     reads: list[Read]
     rows: list[int]
     start: int
     of_rows: list[Row]
-    seconds: Callable[[], float]
+    seconds: Callable[[], float] = lambda: 0.0
     answer: Callable[[], npt.NDArray[np.uint8]] | None = None
 
 
@@ -163,18 +163,23 @@ class ContinuousBatch:
         return found
 
     def _queue_ahead(self, ahead: int) -> None:
-        """Queues steps until there are `ahead` of them, or one's tokens can't be chosen yet."""
+        """Queues steps until there are `ahead` of them, or one's tokens can't be chosen yet. Inputs are written before
+        the choice of the step before, so that grammars' masks are found meanwhile."""
         while True:
             last = self._queued[-1] if self._queued else None
-            if last is not None and last.answer is None:
-                if not self._may_choose(last):
-                    return
-                with self._all_or_none():
-                    self._choose(last)
-            if len(self._queued) >= ahead or not (reads := self._plan.next()) or not self._has_room(reads):
+            waits = last is not None and last.answer is None
+            if last is not None and waits and not self._may_choose(last):
                 return
+            reads = self._plan.next() if len(self._queued) < ahead else []
+            has_room = bool(reads) and self._has_room(reads)
             with self._all_or_none():
-                self._queued.append(self._queue(reads))
+                queued = self._written(reads) if has_room else None
+                if last is not None and waits:
+                    self._choose(last)
+                if queued is None:
+                    return
+                self._run(queued)
+                self._queued.append(queued)
 
     def _may_choose(self, queued: Queued) -> bool:
         """The host knows what the step's tokens are chosen by: of texts that wait for it, all tokens but the step's
@@ -196,8 +201,8 @@ class ContinuousBatch:
             return False
         return True
 
-    def _queue(self, reads: list[Read]) -> Queued:
-        """Queues the reading of a step's tokens."""
+    def _written(self, reads: list[Read]) -> Queued:
+        """A step with its inputs written, which waits for nothing but its turn."""
         engine = self.engine
         new = {read.of.seq: read.n for read in reads}
         counts = np.array(list(new.values()), np.int32)
@@ -213,9 +218,6 @@ class ContinuousBatch:
         if len(given):
             buffer, offset = step.reads.exe.place(engine.board)
             buffer.write(offset + 4 * engine.given_at, given.view(np.uint8))
-        stopped = engine.home.stopwatch()
-        with threads.using(engine.n_threads_batch if n > len(reads) else 0):
-            step.reads.exe.run()
         of_rows = rows_of(engine, reads, every=every)
         rows = (np.cumsum(counts) - counts).tolist() if every else [read.of.seq for read in reads]
         for read in reads:
@@ -224,7 +226,15 @@ class ContinuousBatch:
                 read.of.n_prompt = max(0, read.of.n_prompt - len(read.ids))
             read.of.unasked -= read.chooses
             read.of.on_board = read.chooses and not every
-        return Queued(step, reads, rows, engine.n_seq if every else 0, of_rows, stopped())
+        return Queued(step, reads, rows, engine.n_seq if every else 0, of_rows)
+
+    def _run(self, queued: Queued) -> None:
+        """Queues the reading of a step's tokens."""
+        engine, several = self.engine, any(read.n > 1 for read in queued.reads)
+        stopped = engine.home.stopwatch()
+        with threads.using(engine.n_threads_batch if several else 0):
+            queued.step.reads.exe.run()
+        queued.seconds = stopped()
 
     def _choose(self, queued: Queued) -> None:
         """Queues the choice of a step's tokens, and their way to the host. Where a sequence has ended since, another
