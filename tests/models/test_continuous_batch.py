@@ -30,6 +30,7 @@ from graphrt.models.recent import Recent
 from graphrt.models.sampling import Sampler, Uniforms
 from graphrt.models.sampling_device import Drawn, drawn
 from graphrt.models.sampling_params import SamplerParams
+from graphrt.models.step_chosen import Chooser
 from graphrt.models.step_paged import PagedStep, StepSize
 from graphrt.models.warm_up import sizes_of, warm_up
 from graphrt.ops import RowSettings, SampleParams
@@ -254,6 +255,42 @@ def test_room_is_asked_for_by_steps(llama: Model, monkeypatch: pytest.MonkeyPatc
         asked.clear()
         batch.step()
     assert asked == [12, 12], "before the step, and as its tokens get their places"
+
+
+class LetsAll:
+    """A grammar that lets all tokens through."""
+
+    def __init__(self, n_vocab: int) -> None:
+        self.n_vocab, self.text = n_vocab, list[int]()
+
+    def mask(self) -> np.ndarray:
+        return np.ones(self.n_vocab, bool)
+
+    def bits(self) -> np.ndarray:
+        return np.full(-(-self.n_vocab // 32), 0xFFFFFFFF, np.uint32)
+
+    def accept(self, token: int) -> None:
+        self.text.append(token)
+
+
+def test_inputs_are_written_before_masks_are_known(llama: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where grammars keep steps waiting the next one's inputs are there by the time that a token can be chosen, and its
+    tokens are read behind that choice. The texts are those without grammars."""
+    monkeypatch.setattr(graphrt.get_backend("cpu").__class__, "asynchronous", True)
+    engine, seen, found = paged(llama, 2), list[str](), dict[int, list[int]]()
+    for owner, name in (PagedStep, "write"), (Chooser, "choose"), (ContinuousBatch, "_run"):
+        plain = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *of, plain=plain, name=name: (seen.append(name), plain(*of))[1])
+    texts = texts_of(2, 5, 6)
+    grammars = [LetsAll(llama.network.hp.n_vocab) for _ in texts]
+    with ContinuousBatch(engine) as batch:
+        for seq, (text, grammar) in enumerate(zip(texts, grammars)):
+            batch.add(seq, text, 5, Drawn(matcher=grammar))
+        while batch.going:
+            run(batch, found)
+    assert seen == ["write", "_run", *["write", "choose", "_run"] * 4, "choose"]
+    assert found == {seq: alone(llama, text, 5) for seq, text in enumerate(texts)}
+    assert [grammar.text for grammar in grammars] == [found[seq][:-1] for seq in range(2)], "none for the last token"
 
 
 def test_an_engine_is_warmed_up(llama: Model, monkeypatch: pytest.MonkeyPatch) -> None:
