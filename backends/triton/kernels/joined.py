@@ -53,7 +53,7 @@ PART = 512
 #: Programs of a launch whose rows have several: of more (16 rows by 8) reading whole rows costs more than it saves.
 MOST_PROGRAMS = 32
 #: Bytes of a tensor from which its rows travel as plain f32 with a flag behind each: below, a fence costs more.
-FLAGGED = 1 << 19
+FLAGGED = 1 << 18
 #: A round's number is below this, so that it is a positive int32.
 MOST_ROUNDS = tl.constexpr(2147483646)
 
@@ -232,7 +232,7 @@ def _joined(
 
 @accesses(
     reads="p_x p_slots p_table p_rounds p_w p_residual p_w2", writes="p_slots p_rounds p_sum p_out p_q p_d p_s",
-    early_if={"EARLY": "p_w p_w2"},
+    early_if={"EARLY": "p_w p_w2"}, elsewhere=True,
 )  # fmt: skip
 @triton.jit(do_not_specialize=["rank"])
 def join_rows(
