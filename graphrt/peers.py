@@ -2,9 +2,11 @@
 
 Each rank has slots that all others can write, and a table of all ranks' slots by address. A slot takes one f32 beside
 the number of the round that it was written in, in one word of 64 bits: whoever reads a word with the number of its own
-round has the value, so that there is neither a flag to wait for nor a fence. backends/triton/kernels/joined.py is what
-writes and reads them; tests/support/joined_protocol.py goes through all orders in which that can happen. Numbers of
-rounds begin anew after 2**31 - 2: a word that nobody wrote in all that time would be believed.
+round has the value, so that there is neither a flag to wait for nor a fence. Where many rows are told, half of the
+bytes count more than a wait: those rows travel as plain f32, and behind each a flag, the number of its round.
+backends/triton/kernels/joined.py and joined_flags.py are what writes and reads them; tests/support/joined_protocol.py
+goes through all orders in which that can happen. Numbers of rounds begin anew after 2**31 - 2: a word that nobody wrote
+in all that time would be believed.
 """
 
 from __future__ import annotations
@@ -35,9 +37,10 @@ ROWS, LONGEST, SPLITS = 64, 8192, 16
 
 @dataclass(frozen=True, eq=False)
 class Peers:
-    """slots: this rank's, i64 [2, ROWS, size, LONGEST]: of odd and even rounds, for each row what each rank has
-    written; table: addresses of all ranks' slots, i64 [size]; rounds: how many each row has had, i32 [ROWS, SPLITS],
-    which each of its programs counts for itself. hold: what must live as long."""
+    """slots: this rank's, i64 [words(size)]: of odd and even rounds, for each row what each rank has written, as words
+    [2, ROWS, size, LONGEST], behind them as plain f32 of that shape, and then the flags, i32 [2, ROWS, size]; table:
+    addresses of all ranks' slots, i64 [size]; rounds: how many each row has had, i32 [ROWS, SPLITS], which each of its
+    programs counts for itself. hold: what must live as long."""
 
     rank: int
     size: int
@@ -48,8 +51,9 @@ class Peers:
 
 
 def words(size: int) -> int:
-    """Words of a rank's slots."""
-    return 2 * ROWS * size * LONGEST
+    """Words of 64 bits of a rank's slots: the rows as words, as plain f32, and their flags."""
+    rows = 2 * ROWS * size
+    return rows * LONGEST + rows * LONGEST // 2 + rows // 2
 
 
 def shared_by(ranks: Members) -> Peers | str:

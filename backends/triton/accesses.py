@@ -29,7 +29,8 @@ Kernel = TypeVar("Kernel")
 class Declaration:
     """Names of a kernel's pointer parameters. early: read before gdc_wait, each with the constant that must be true for
     it, "" for always; uncached: of these, those that are read past the L1 cache; lets_go_early: it
-    lets the next launch begin before it has waited itself; helper: it prepares or finishes what other kernels do."""
+    lets the next launch begin before it has waited itself; helper: it prepares or finishes what other kernels do;
+    elsewhere: it writes to other GPUs' memory, by addresses that it reads."""
 
     reads: frozenset[str]
     writes: frozenset[str]
@@ -37,6 +38,7 @@ class Declaration:
     uncached: frozenset[str]
     lets_go_early: bool = False
     helper: bool = False
+    elsewhere: bool = False
 
     @property
     def names(self) -> frozenset[str]:
@@ -69,6 +71,7 @@ def accesses(
     uncached: str = "",
     lets_go_early: bool = False,
     helper: bool = False,
+    elsewhere: bool = False,
 ) -> Callable[[Kernel], Kernel]:
     """Declares what a kernel does with its pointer parameters, named with spaces between; a parameter that is a named
     tuple stands for all pointers in it.
@@ -77,12 +80,13 @@ def accesses(
     comes after it. early_if: the same for those that are early only if a constant of the kernel is true, by the
     constant's name. uncached: early ones that it reads past the L1 cache: a launch of the run may write them.
     lets_go_early: it lets the next launch begin before it has waited itself, which no kernel here should. helper: it
-    only prepares or finishes what other kernels do: it is not what a step is called after.
+    only prepares or finishes what other kernels do: it is not what a step is called after. elsewhere: it writes to other
+    GPUs' memory, by addresses that it reads.
     """
     sooner = dict.fromkeys(early.split(), "")
     sooner |= {name: constant for constant, names in (early_if or {}).items() for name in names.split()}
     read, written, uncached_ones = (frozenset(names.split()) for names in (reads, writes, uncached))
-    declared = Declaration(read, written, sooner, uncached_ones, lets_go_early, helper)
+    declared = Declaration(read, written, sooner, uncached_ones, lets_go_early, helper, elsewhere)
     odd = (set(sooner) - declared.reads) | (declared.uncached - set(sooner))
     assert not odd, f"what is early must be read, what is uncached must be early: {sorted(odd)}"
 

@@ -104,7 +104,10 @@ def _launches(target: Target) -> Iterator[tuple[str, Launch]]:
 def _joins(target: Target) -> Iterator[tuple[str, Launch]]:
     """Sums over ranks with what follows them: from all ranks' parts, and written to others in one step and in two."""
     words = torch.empty(8, dtype=torch.int64)
-    for ranks, n, k, linked in ((2, 1, 4096, True), (4, 1, 8192, True), (8, 16, 8192, True), (3, 2, 640, False)):
+    for ranks, n, k, linked in (
+        (2, 1, 4096, True), (4, 1, 8192, True), (8, 16, 8192, True), (2, 64, 4096, True), (4, 32, 8192, True),
+        (3, 2, 640, False),
+    ):  # fmt: skip
         if linked and not target.is_nvidia:
             continue
         x, norm = torch.empty(n, k), NormWeight(torch.empty(k), 1e-6)

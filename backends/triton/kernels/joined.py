@@ -10,6 +10,8 @@ can be replayed.
 Slots of odd and of even rounds are others. That is enough: a rank writes those of round n + 2 after it has been given
 what others had to say in round n + 1, which they said after they were done with round n.
 
+Many rows travel another way, as plain f32 with a flag behind each: joined_flags.py.
+
 One shot: each rank writes its row to all others, and adds up all. Two shots: the rows' owners, in turn, add up what
 they are given, and write the sum to all others. Both add rank 0's and 1's first, then 2's, so that all ranks have the
 bits of played ranks.
@@ -31,6 +33,7 @@ import triton.language as tl
 from graphrt.backends.triton.accesses import accesses
 from graphrt.backends.triton.device import Target, interpreting
 from graphrt.backends.triton.kernels.common.pdl import gdc_launch_dependents, gdc_wait
+from graphrt.backends.triton.kernels.joined_flags import joined_by_flags
 from graphrt.backends.triton.kernels.products.activations import (
     MAX_ADD_NORM,
     NormWeight,
@@ -49,6 +52,8 @@ from graphrt.ranks import ONE_SHOT
 PART = 512
 #: Programs of a launch whose rows have several: of more (16 rows by 8) reading whole rows costs more than it saves.
 MOST_PROGRAMS = 32
+#: Bytes of a tensor from which its rows travel as plain f32 with a flag behind each: below, a fence costs more.
+FLAGGED = 1 << 18
 #: A round's number is below this, so that it is a positive int32.
 MOST_ROUNDS = tl.constexpr(2147483646)
 
@@ -227,21 +232,22 @@ def _joined(
 
 @accesses(
     reads="p_x p_slots p_table p_rounds p_w p_residual p_w2", writes="p_slots p_rounds p_sum p_out p_q p_d p_s",
-    early_if={"EARLY": "p_w p_w2"},
+    early_if={"EARLY": "p_w p_w2"}, elsewhere=True,
 )  # fmt: skip
 @triton.jit(do_not_specialize=["rank"])
 def join_rows(
     p_x, p_slots, p_table, p_rounds, rank, p_w, eps, p_residual, p_sum, p_w2, eps2, p_out, p_q, p_d, p_s, k,
-    HOW: tl.constexpr, SPLIT: tl.constexpr, MOST: tl.constexpr, RANKS: tl.constexpr, ROWS: tl.constexpr,
-    LONGEST: tl.constexpr, TO: tl.constexpr, PARTS: tl.constexpr, EARLY: tl.constexpr, BLOCK: tl.constexpr,
-    PTX: tl.constexpr, PDL: tl.constexpr,
+    HOW: tl.constexpr, FLAGGED: tl.constexpr, SPLIT: tl.constexpr, MOST: tl.constexpr, RANKS: tl.constexpr,
+    ROWS: tl.constexpr, LONGEST: tl.constexpr, TO: tl.constexpr, PARTS: tl.constexpr, EARLY: tl.constexpr,
+    BLOCK: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (row, part): sum = x of rank 0 + x of rank 1 + ..., after norm() * w if there is a w, + residual if there
     is one; norm(sum) * w2 stored as TO says, if there is a w2.
 
     HOW: "parts": x is f32 [RANKS, n, k], all ranks'; "one shot", "two shots": x is this rank's, f32 [n, k], and the
     others' come as the module says: p_slots, p_table, p_rounds as Peers has them, ROWS, LONGEST of theirs, MOST is its
-    SPLITS. SPLIT: parts of a row, a power of two up to MOST, 1 of "parts" and of two shots. residual,
+    SPLITS; FLAGGED: as plain f32 with a flag. SPLIT: parts of a row, a power of two up to MOST, 1 of "parts", of two
+    shots and of what is flagged. residual,
     sum: f32 [n, k] without gaps; sum's memory may be x's or residual's. w, w2: f32 [k], read before what other kernels
     wrote if EARLY. out: norm(sum) * w2 in f32, or None. TO, PARTS: as store_row(). A block is a row.
     """
@@ -272,7 +278,12 @@ def join_rows(
         if p_residual is not None and SPLIT > 1:
             told = _after(number, residual, PTX)
         by_owner: tl.constexpr = HOW == "two shots"
-        x = _joined(x, own, p_slots, p_table, rank, program, told, k, by_owner, RANKS, ROWS, LONGEST, PTX)
+        if FLAGGED:
+            x = joined_by_flags(
+                x, p_slots, p_table, rank, program, told, i, m, by_owner, RANKS, ROWS, LONGEST, PTX
+            )  # fmt: skip
+        else:
+            x = _joined(x, own, p_slots, p_table, rank, program, told, k, by_owner, RANKS, ROWS, LONGEST, PTX)
         # All of a row's counts go on, in whatever number of parts the next launch has it.
         tl.store(p_rounds + program * MOST + part + tl.arange(0, MOST // SPLIT) * SPLIT, number)
     if p_residual is not None and SPLIT == 1:
@@ -304,7 +315,7 @@ def join_launch(
     target: Target, x: torch.Tensor, ranks: int, peers: Peers | None, total: torch.Tensor,
     residual: torch.Tensor | None = None, norm: NormWeight | None = None, second: NormWeight | None = None,
     out: Q8Rows | torch.Tensor | None = None, early: bool = False, ordered: bool = False,
-    out_f32: torch.Tensor | None = None, split: int = 0,
+    out_f32: torch.Tensor | None = None, split: int = 0, flagged: bool | None = None,
 ) -> Launch:  # fmt: skip
     """total = the sum over ranks, after `norm` if there is one, and with residual if there is one; and out, `second` of
     total, rounded.
@@ -312,19 +323,21 @@ def join_launch(
     x: this rank's part, f32 [n, k], where ranks share `peers`; else all ranks', [ranks, n, k]. total, residual: f32
     [n, k] without gaps, n up to ROWS and k to LONGEST; total may be x or residual. out, early, ordered, out_f32: as
     add_norm_quantize() has them. split: parts of a row that are told by themselves, 0 to choose.
+    flagged: rows are told as plain f32 with a flag, None to choose.
     """
     n, k = total.shape
     assert k <= min(LONGEST, MAX_ADD_NORM) and n <= ROWS and (peers is None or n <= target.sm_count)
     block = max(32, 1 << (k - 1).bit_length())
     how = "parts" if peers is None else "one shot" if shots(ranks, 4 * n * k) == 1 else "two shots"
     split = split or split_of(target, n, k)
-    split = 1 if how != "one shot" else split
+    flagged = how != "parts" and (4 * n * k >= FLAGGED if flagged is None else flagged)
+    split = 1 if how != "one shot" or flagged else split
     args = {
         "p_x": x, "p_slots": peers and peers.slots, "p_table": peers and peers.table,
         "p_rounds": peers and peers.rounds, "rank": 0 if peers is None else peers.rank, "p_w": norm and norm.row,
         "eps": norm.eps if norm else 0.0, "p_residual": residual, "p_sum": total, "p_w2": second and second.row,
         "eps2": second.eps if second else 0.0, "p_out": out_f32, **outputs_of(out), "k": k, "HOW": how,
-        "SPLIT": split, "MOST": SPLITS, "RANKS": ranks, "ROWS": ROWS, "LONGEST": LONGEST,
+        "FLAGGED": flagged, "SPLIT": split, "MOST": SPLITS, "RANKS": ranks, "ROWS": ROWS, "LONGEST": LONGEST,
         "TO": form_of(out, ordered), "EARLY": early, "BLOCK": block, "PTX": uses_ptx(target), "PDL": target.has_pdl,
     }  # fmt: skip
     return Launch(join_rows, (n, split), args, launch_options(target, min(16, max(1, block // 256))))

@@ -12,7 +12,7 @@ from support.joined_protocol import Protocol, Wrong, check
 
 pytest.importorskip("triton")
 
-from graphrt.backends.triton.kernels import joined
+from graphrt.backends.triton.kernels import joined, joined_flags
 from graphrt.peers import LONGEST, ROWS, words
 
 
@@ -40,6 +40,35 @@ def place(number: int, row: int, source: int, ranks: int) -> int:
 def buffer(number: int) -> int:
     """Which buffer the kernel has for a round of that number."""
     return place(number, 0, 0, 2) // (ROWS * 2 * LONGEST)
+
+
+class Address(int):
+    """A pointer of a kernel's function, called as plain Python: elements of any type are counted in f32."""
+
+    def __add__(self, other: int) -> Address:
+        return Address(int(self) + int(other))
+
+    def to(self, _: object) -> Address:
+        return self
+
+
+def test_flags_have_the_buffers_of_words() -> None:
+    """Rows that travel as plain f32, and their flags, lie where words would, each in a place of its own."""
+    seen, rows = set(), []
+    for number in (1, 2, 3):
+        for row in (0, 1, ROWS - 1):
+            for source in (0, 1):
+                p_row, p_flag = joined_flags._plain.fn(Address(0), Number(number), row, source, 2, ROWS, LONGEST)
+                n = place(number, row, source, 2)
+                assert p_row == 2 * words_of_rows(2) + n, "behind all words, of 8 bytes"
+                assert p_flag == 3 * words_of_rows(2) + n // LONGEST and p_flag < 2 * words(2)
+                rows.append((p_row, p_flag))
+                seen.add((p_row, p_flag))
+    assert len(seen) == 12 and rows[0] == rows[12] != rows[6], "rounds 1 and 3 share a buffer"
+
+
+def words_of_rows(size: int) -> int:
+    return 2 * ROWS * size * LONGEST
 
 
 #: Numbers of rounds that the checker counts to, before they begin anew as the kernel's do.

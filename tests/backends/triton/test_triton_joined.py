@@ -142,7 +142,8 @@ def test_a_row_of_several_programs(size: int, split: int, late: tuple[int, int])
 def alone(counts: torch.Tensor, number: int) -> None:
     """A round of all rows of one rank in one part, of two that say the same."""
     slots = torch.zeros(words(2), dtype=torch.int64)
-    slots.view(2, ROWS, 2, LONGEST)[(number + 1) % 2, :, 1, :4] = number + 1 << 32  # what the other one has said
+    rows = slots[: 2 * ROWS * 2 * LONGEST].view(2, ROWS, 2, LONGEST)
+    rows[(number + 1) % 2, :, 1, :4] = number + 1 << 32  # what the other one has said
     own = Peers(0, 2, slots, torch.tensor([slots.data_ptr()] * 2, dtype=torch.int64), counts)
     launch = joined.join_launch(device.target(0), torch.zeros(2, 4), 2, own, torch.empty(2, 4))
     launch()
@@ -183,12 +184,17 @@ def check(made: Round) -> None:
     assert float((made.normed[0] - wanted).abs().max()) < 4e-6
 
 
+@pytest.mark.parametrize("flagged", [joined.FLAGGED, 0, 500], ids=lambda nbytes: f"flags from {nbytes}")
 @pytest.mark.parametrize(
     ("size", "one_shot", "late"), [(2, 1 << 16, 1), (3, 1 << 16, 0), (3, 64, 0), (4, 64, -1)], ids=str
 )
-def test_ranks_that_wait_for_each_other(size: int, one_shot: int, late: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Five rounds, of rows that differ in number and length, more rounds than there are slots for."""
+def test_ranks_that_wait_for_each_other(
+    size: int, one_shot: int, late: int, flagged: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Five rounds, of rows that differ in number and length, more rounds than there are slots for; told as words, as
+    plain f32 with flags, and in turn."""
     monkeypatch.setattr(joined, "ONE_SHOT", one_shot)
+    monkeypatch.setattr(joined, "FLAGGED", flagged)
     rounds = rounds_of(size, [(3, 40), (1, 64), (4, 40), (2, 8), (3, 40)])
     as_processes(size, rounds, late=late)
     for made in rounds:
@@ -222,7 +228,7 @@ class TwoRanks:
         monkeypatch.setattr(ranks, "_gpus", [1])
 
     def place(self, slots: torch.Tensor, number: int, source: int) -> torch.Tensor:
-        return slots.view(2, ROWS, 2, LONGEST)[number % 2, :, source]
+        return slots[: 2 * ROWS * 2 * LONGEST].view(2, ROWS, 2, LONGEST)[number % 2, :, source]
 
     def says(self, part: np.ndarray, number: int) -> None:
         """The first rank has come to that round."""
