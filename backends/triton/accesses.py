@@ -80,8 +80,8 @@ def accesses(
     comes after it. early_if: the same for those that are early only if a constant of the kernel is true, by the
     constant's name. uncached: early ones that it reads past the L1 cache: a launch of the run may write them.
     lets_go_early: it lets the next launch begin before it has waited itself, which no kernel here should. helper: it
-    only prepares or finishes what other kernels do: it is not what a step is called after. elsewhere: it writes to other
-    GPUs' memory, by addresses that it reads.
+    only prepares or finishes what other kernels do: it is not what a step is called after. elsewhere: it writes to
+    other GPUs' memory, by addresses that it reads.
     """
     sooner = dict.fromkeys(early.split(), "")
     sooner |= {name: constant for constant, names in (early_if or {}).items() for name in names.split()}
