@@ -52,8 +52,13 @@ class Peers:
 
 def words(size: int) -> int:
     """Words of 64 bits of a rank's slots: the rows as words, as plain f32, and their flags."""
-    rows = 2 * ROWS * size
-    return rows * LONGEST + rows * LONGEST // 2 + rows // 2
+    rows = words_of_rows(size)
+    return rows + rows // 2 + ROWS * size
+
+
+def words_of_rows(size: int) -> int:
+    """Of these, the first: where rows are told as words."""
+    return 2 * ROWS * size * LONGEST
 
 
 def shared_by(ranks: Members) -> Peers | str:

@@ -52,7 +52,8 @@ from graphrt.ranks import ONE_SHOT
 PART = 512
 #: Programs of a launch whose rows have several: of more (16 rows by 8) reading whole rows costs more than it saves.
 MOST_PROGRAMS = 32
-#: Bytes of a tensor from which its rows travel as plain f32 with a flag behind each: below, a fence costs more.
+#: Bytes of a tensor from which its rows travel as plain f32 with a flag behind each. They were faster than words in all
+#: shapes that were timed (BENCHMARKS.md), of which the smallest had half as many bytes.
 FLAGGED = 1 << 18
 #: A round's number is below this, so that it is a positive int32.
 MOST_ROUNDS = tl.constexpr(2147483646)
@@ -247,9 +248,9 @@ def join_rows(
     HOW: "parts": x is f32 [RANKS, n, k], all ranks'; "one shot", "two shots": x is this rank's, f32 [n, k], and the
     others' come as the module says: p_slots, p_table, p_rounds as Peers has them, ROWS, LONGEST of theirs, MOST is its
     SPLITS; FLAGGED: as plain f32 with a flag. SPLIT: parts of a row, a power of two up to MOST, 1 of "parts", of two
-    shots and of what is flagged. residual,
-    sum: f32 [n, k] without gaps; sum's memory may be x's or residual's. w, w2: f32 [k], read before what other kernels
-    wrote if EARLY. out: norm(sum) * w2 in f32, or None. TO, PARTS: as store_row(). A block is a row.
+    shots and of what is flagged. residual, sum: f32 [n, k] without gaps; sum's memory may be x's or residual's. w, w2:
+    f32 [k], read before what other kernels wrote if EARLY. out: norm(sum) * w2 in f32, or None. TO, PARTS: as
+    store_row(). A block is a row.
     """
     program = tl.program_id(0)
     row = program.to(tl.int64)

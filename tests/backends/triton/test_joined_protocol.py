@@ -13,7 +13,7 @@ from support.joined_protocol import Protocol, Wrong, check
 pytest.importorskip("triton")
 
 from graphrt.backends.triton.kernels import joined, joined_flags
-from graphrt.peers import LONGEST, ROWS, words
+from graphrt.peers import LONGEST, ROWS, words, words_of_rows
 
 
 class Number(int):
@@ -54,7 +54,7 @@ class Address(int):
 
 def test_flags_have_the_buffers_of_words() -> None:
     """Rows that travel as plain f32, and their flags, lie where words would, each in a place of its own."""
-    seen, rows = set(), []
+    rows = []
     for number in (1, 2, 3):
         for row in (0, 1, ROWS - 1):
             for source in (0, 1):
@@ -63,12 +63,7 @@ def test_flags_have_the_buffers_of_words() -> None:
                 assert p_row == 2 * words_of_rows(2) + n, "behind all words, of 8 bytes"
                 assert p_flag == 3 * words_of_rows(2) + n // LONGEST and p_flag < 2 * words(2)
                 rows.append((p_row, p_flag))
-                seen.add((p_row, p_flag))
-    assert len(seen) == 12 and rows[0] == rows[12] != rows[6], "rounds 1 and 3 share a buffer"
-
-
-def words_of_rows(size: int) -> int:
-    return 2 * ROWS * size * LONGEST
+    assert len(set(rows)) == 12 and rows[0] == rows[12] != rows[6], "rounds 1 and 3 share a buffer"
 
 
 #: Numbers of rounds that the checker counts to, before they begin anew as the kernel's do.

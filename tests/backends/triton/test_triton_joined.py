@@ -27,7 +27,7 @@ from support.fused_graphs import kernels, leaf, normed, product
 
 from graphrt.backends.triton.kernels import collectives, joined, joined_fusions, planned_norms
 from graphrt.backends.triton.kernels.products.activations import NormWeight
-from graphrt.peers import LONGEST, ROWS, SPLITS, Peers, words
+from graphrt.peers import LONGEST, ROWS, SPLITS, Peers, words, words_of_rows
 from graphrt.tensor import Tensor
 
 #: Seconds after which ranks wait for each other for ever.
@@ -139,11 +139,15 @@ def test_a_row_of_several_programs(size: int, split: int, late: tuple[int, int])
         check(made)
 
 
+def as_words(slots: torch.Tensor) -> torch.Tensor:
+    """What two ranks tell each other as words, of a rank's slots: i64 [2, ROWS, 2, LONGEST]."""
+    return slots[: words_of_rows(2)].view(2, ROWS, 2, LONGEST)
+
+
 def alone(counts: torch.Tensor, number: int) -> None:
     """A round of all rows of one rank in one part, of two that say the same."""
     slots = torch.zeros(words(2), dtype=torch.int64)
-    rows = slots[: 2 * ROWS * 2 * LONGEST].view(2, ROWS, 2, LONGEST)
-    rows[(number + 1) % 2, :, 1, :4] = number + 1 << 32  # what the other one has said
+    as_words(slots)[(number + 1) % 2, :, 1, :4] = number + 1 << 32  # what the other one has said
     own = Peers(0, 2, slots, torch.tensor([slots.data_ptr()] * 2, dtype=torch.int64), counts)
     launch = joined.join_launch(device.target(0), torch.zeros(2, 4), 2, own, torch.empty(2, 4))
     launch()
@@ -228,7 +232,7 @@ class TwoRanks:
         monkeypatch.setattr(ranks, "_gpus", [1])
 
     def place(self, slots: torch.Tensor, number: int, source: int) -> torch.Tensor:
-        return slots[: 2 * ROWS * 2 * LONGEST].view(2, ROWS, 2, LONGEST)[number % 2, :, source]
+        return as_words(slots)[number % 2, :, source]
 
     def says(self, part: np.ndarray, number: int) -> None:
         """The first rank has come to that round."""
