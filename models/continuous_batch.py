@@ -7,7 +7,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import islice
 
@@ -19,7 +19,6 @@ from graphrt.backends.cpu import threads
 from graphrt.errors import CacheFullError, SessionError
 from graphrt.models.batch_reads import Going, Read, ReadPlan, rows_of, sources_of
 from graphrt.models.engine import MAX_AHEAD, Ids
-from graphrt.models.grammar import follow_later
 from graphrt.models.guesses import Guesser, Pace
 from graphrt.models.paged_steps import PagedSteps
 from graphrt.models.sampling_device import Drawn, candidates
@@ -52,7 +51,8 @@ class ContinuousBatch:
     time; what else is done with its sequences meanwhile is refused for those that generate.
 
     A grammar's mask for a token follows from the one before. A step with one is queued before its masks are known, all
-    but the choice of its tokens: the host finds the masks while the device reads. Guesses follow from the latest token
+    but the choice of its tokens: the host finds the masks while the device reads, as soon as the tokens before are
+    known, and queues the choice and one more step before it gives these. Guesses follow from the latest token
     too: while a sequence is guessed, no step is queued ahead. Tokens are what they are without guesses, but for
     rounding. failed: sequences whose grammar let nothing through or took too much, which have ended, with the error.
     alone: steps tell nothing of other sequences: a piece of a prompt, cut where n_batch divides it, is a step by
@@ -75,7 +75,6 @@ class ContinuousBatch:
         self.times = deque[StepTime](maxlen=MOST_TIMES)
         self._going: dict[int, Going] = {}
         self._queued: deque[Queued] = deque()
-        self._masked: Callable[[], None] = lambda: None  # waits until masks that are being found are there
         self._plan = ReadPlan(engine, self._going, pace, alone=alone, size=size)
         engine.begin(self)
 
@@ -130,7 +129,6 @@ class ContinuousBatch:
 
     def close(self) -> None:
         """Ends all, and leaves the engine to others."""
-        self._masked()
         seqs = self.going
         self._going.clear()
         self._queued.clear()
@@ -155,6 +153,8 @@ class ContinuousBatch:
                         queued = self._queued.popleft()
                         n_texts = len(self._going)
                         found = self._taken(queued)
+                        if self._queued and self._queued[-1].answer is None:
+                            self._queue_ahead(ahead)
                         if self.pace is not None:
                             prompt = any(read.n > 1 + read.guessed for read in queued.reads)
                             self.pace.told(n_texts, sum(map(len, found.values())), counts=not prompt)
@@ -163,8 +163,8 @@ class ContinuousBatch:
         return found
 
     def _queue_ahead(self, ahead: int) -> None:
-        """Queues steps until there are `ahead` of them, or one's tokens can't be chosen yet. Inputs are written before
-        the choice of the step before, so that grammars' masks are found meanwhile."""
+        """Queues steps until there are `ahead` of them, or one's tokens can't be chosen yet: by grammars that is one
+        step whose tokens are, and one more."""
         while True:
             last = self._queued[-1] if self._queued else None
             waits = last is not None and last.answer is None
@@ -261,7 +261,6 @@ class ContinuousBatch:
                 self.engine.tables.deter(read.of.seq, read.of.how, text)
         asked = {read.of.seq: read.of for read in here if read.of.how.matcher is not None}
         if asked:
-            self._masked()
             for seq, error in self.engine.tables.allow({seq: of.how for seq, of in asked.items()}).items():
                 self._fail(asked[seq], error)
 
@@ -274,7 +273,6 @@ class ContinuousBatch:
         """What a step has read counts as read from now on, but for sequences that have ended since, and guesses that
         were wrong. Its tokens."""
         engine, found = self.engine, dict[int, list[int]]()
-        self._masked()
         asked = time.perf_counter()
         assert queued.answer is not None
         tokens = queued.answer().view(np.int32)
@@ -299,8 +297,6 @@ class ContinuousBatch:
                 found[seq] = chosen[: 1 + right]
                 going.unasked -= right
                 self._given(going, found[seq], read.guessed)
-        behind = [(self._going[seq], tokens[-1]) for seq, tokens in found.items() if seq in self._going]
-        self._masked = follow_later([(of.how.matcher, token) for of, token in behind if of.how.matcher is not None])
         return found
 
     def _given(self, going: Going, tokens: Sequence[int], guessed: int) -> None:
@@ -309,6 +305,9 @@ class ContinuousBatch:
         going.wanted -= len(tokens)
         for _ in range(going.how.n_uniforms * len(tokens)):
             going.how.uniforms.take()  # type: ignore[union-attr]
+        if going.how.matcher is not None and going.wanted:
+            with suppress(SessionError):  # of which the next mask tells again
+                going.how.matcher.accept(going.token)
         if going.guesser is not None:
             for token in tokens:
                 going.guesser.push(token)

@@ -6,11 +6,8 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from collections.abc import Mapping
 from fractions import Fraction
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,7 +20,7 @@ from graphrt.models.tokenizer import Tokenizer
 from graphrt.printing import brief, cut
 
 if TYPE_CHECKING:
-    from llguidance import LLExecutor, LLMatcher, LLTokenizer
+    from llguidance import LLMatcher, LLTokenizer
 
     from graphrt.models.sampling import Matcher
 
@@ -101,40 +98,41 @@ class GrammarMatcher:
 
     def __init__(self, matcher: LLMatcher, n_vocab: int, eog_ids: list[int]) -> None:
         self._matcher, self._n_vocab, self._eog_ids = matcher, n_vocab, eog_ids
-        self._bits = np.zeros(-(-n_vocab // 32), np.uint32)
-        self._found = False  # _bits are those behind the latest token
 
     def copy(self) -> GrammarMatcher:
         """Another one at the same place of the text."""
         return GrammarMatcher(self._matcher.deep_copy(), self._n_vocab, self._eog_ids)
+
+    @property
+    def n_words(self) -> int:
+        """Of 32 tokens each, which bits() gives."""
+        return -(-self._n_vocab // 32)
 
     def mask(self) -> npt.NDArray[np.bool_]:
         """The tokens that may come next: [n_vocab]. Raises SessionError where finding them takes too much."""
         return np.unpackbits(self.bits().view(np.uint8), count=self._n_vocab, bitorder="little").view(np.bool_)
 
     def bits(self) -> npt.NDArray[np.uint32]:
-        """The same, a bit a token, valid until it is asked for again."""
-        if self._ends:
-            self._bits[:] = 0
+        """The same, a bit a token."""
+        found = np.zeros(self.n_words, np.uint32)
+        self.write_bits(found, found.ctypes.data)
+        return found
+
+    def write_bits(self, words: npt.NDArray[np.uint32], address: int) -> None:
+        """Puts the same into `words`, [n_words] side by side, whose first one lies at this address: numpy takes longer
+        to tell it than all else here."""
+        if self._matcher.is_stopped() and not self._matcher.is_error():  # nothing but a token that ends the text
+            words[:] = 0
             for token in self._eog_ids:
-                self._bits[token // 32] |= np.uint32(1 << token % 32)
-            return self._bits
-        if not self._found:
-            self._matcher.unsafe_compute_mask_ptr(self._bits.ctypes.data, self._bits.nbytes)
-            self._found = True
+                words[token // 32] |= np.uint32(1 << token % 32)
+            return
+        self._matcher.unsafe_compute_mask_ptr(address, 4 * self.n_words)
         self._check()
         if self._n_vocab % 32:
-            self._bits[-1] &= np.uint32((1 << self._n_vocab % 32) - 1)
-        return self._bits
-
-    @property
-    def _ends(self) -> bool:
-        """Nothing may come but a token that ends the text."""
-        return self._matcher.is_stopped() and not self._matcher.is_error()
+            words[-1] &= np.uint32((1 << self._n_vocab % 32) - 1)
 
     def accept(self, token: int) -> None:
         """Goes on behind a token. Raises SessionError for one that may not come."""
-        self._found = False
         if token not in self._eog_ids:
             self._matcher.consume_token(token)
             self._check()
@@ -146,56 +144,26 @@ class GrammarMatcher:
             )
 
 
-def find_all(matchers: Iterable[object]) -> None:
-    """Finds what may come next in several texts at once, by several threads: bits() of each has it then. What is no
-    GrammarMatcher is left alone."""
-    found = [each for each in matchers if isinstance(each, GrammarMatcher) and not (each._found or each._ends)]
-    if len(found) > 1:
-        rows = np.zeros((len(found), len(found[0]._bits)), np.uint32)
-        asked = [(each._matcher, i) for i, each in enumerate(found)]
-        _executor().unsafe_compute_mask_ptr(asked, rows.ctypes.data, rows.strides[0], len(rows))
-        for each, row in zip(found, rows):
-            each._bits, each._found = row, True
+def masks_of(matchers: Mapping[int, Matcher], n_words: int) -> tuple[npt.NDArray[np.uint32], dict[int, SessionError]]:
+    """What may come next in several texts, a bit a token: uint32 [texts, n_words], of which what a vocabulary lacks is
+    0; and by their keys what their grammars have against that.
 
-
-def follow_all(given: Iterable[tuple[Matcher, int]]) -> None:
-    """Each text goes on behind its next token, and what may come then is found, by several threads. What a text's
-    grammar has against that, bits() says. What is no GrammarMatcher only goes on."""
-    given = list(given)
-    ours = [(each, token) for each, token in given if isinstance(each, GrammarMatcher)]
-    asked = [(one._matcher, token) for one, token in ours if token not in one._eog_ids]
-    for one, _ in ours:
-        one._found = False
-    if asked:
-        _executor().consume_token_par(asked)
-    for each, token in given:
-        if not isinstance(each, GrammarMatcher):
-            each.accept(token)
-    find_all(one for one, _ in ours)
-
-
-def follow_later(given: Iterable[tuple[Matcher, int]]) -> Callable[[], None]:
-    """Begins with follow_all() in a thread of its own, so that the caller goes on; what this gives waits for its end.
-    Nothing else may be done with the matchers until then. One text alone goes on at once, and bits() finds the rest."""
-    given = list(given)
-    if len(given) > 1:
-        done = _background().submit(follow_all, given)
-        return lambda: done.result()
-    for each, token in given:
-        with suppress(SessionError):  # bits() says it again
-            each.accept(token)
-    return lambda: None
-
-
-@cache
-def _background() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(1, "graphrt-masks")
-
-
-@cache
-def _executor() -> LLExecutor:
-    """Threads of llguidance, four fifths of the processors that there are, made when they are first needed."""
-    return the_llguidance().LLExecutor()
+    One after the other, by the thread that asks: masks of 64 texts are 1 to 2 ms of work. llguidance's own threads take
+    1.4 to 2 times as long, and whoever hands work to another thread waits each time until the event loop's thread lets
+    go of the interpreter, 8 ms in all where that has much to do."""
+    widths = [each.n_words for each in matchers.values() if isinstance(each, GrammarMatcher)]
+    rows = np.zeros((len(matchers), max([n_words, *widths])), np.uint32)
+    address, step, failed = rows.ctypes.data, rows.strides[0], dict[int, SessionError]()
+    for i, (key, each) in enumerate(matchers.items()):
+        try:
+            if isinstance(each, GrammarMatcher):
+                each.write_bits(rows[i, : each.n_words], address + i * step)
+            else:
+                given = each.bits()[:n_words]
+                rows[i, : len(given)] = given
+        except SessionError as error:
+            failed[key] = error
+    return rows[:, :n_words], failed
 
 
 class _Tokens:

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from graphrt import ops
 from graphrt.backend import Backend, Usage
 from graphrt.errors import SessionError
-from graphrt.models.grammar import find_all
+from graphrt.models.grammar import masks_of
 from graphrt.models.sampling import Matcher, Sampler, Uniforms
 from graphrt.ops.sample import MAX_TOP_K
 from graphrt.ops.sample_each import N_SETTINGS, RowSettings
@@ -180,40 +180,42 @@ class SampleTables:
     def allow(self, hows: Mapping[int, Drawn]) -> dict[int, SessionError]:
         """What sequences' grammars let through next, by sequence. Gives those where grammar and biases leave nothing,
         or finding it takes too much, with the error. Sequences side by side are one copy."""
-        find_all([how.matcher for how in hows.values()])
-        rows, failed = dict[int, npt.NDArray[np.uint32]](), dict[int, SessionError]()
-        for seq, how in hows.items():
-            try:
-                rows[seq] = self._allowed(how)
-            except SessionError as error:
-                failed[seq] = error
-        seqs = sorted(rows)
-        while seqs:
-            n = next((i for i, seq in enumerate(seqs) if seq != seqs[0] + i), len(seqs))
-            self._put(self.mask, seqs[0], np.stack([rows[seq] for seq in seqs[:n]]))
-            seqs = seqs[n:]
+        seqs = sorted(hows)
+        rows, failed = masks_of({seq: _matcher(hows[seq]) for seq in seqs}, self.mask.ne[0])
+        left = rows.max(axis=1) > 0
+        for i, seq in enumerate(seqs):
+            if hows[seq].biases:
+                left[i] = _leaves_any(rows[i], hows[seq].biases)
+            if not left[i] and seq not in failed:
+                failed[seq] = SessionError(
+                    "at least one token must be allowed, the grammar and logit biases leave none; allow more"
+                )
+        if failed:
+            rows = rows[[seq not in failed for seq in seqs]]
+            seqs = [seq for seq in seqs if seq not in failed]
+        first = 0
+        for end in [*(np.flatnonzero(np.diff(seqs) != 1) + 1).tolist(), len(seqs)] if seqs else []:
+            self._put(self.mask, seqs[first], rows[first:end])
+            first = end
         return failed
-
-    def _allowed(self, how: Drawn) -> npt.NDArray[np.uint32]:
-        """A bit for each token that a grammar lets through. Raises SessionError where none is left."""
-        assert how.matcher is not None
-        given = how.matcher.bits()[: self.mask.ne[0]]
-        words = given if len(given) == self.mask.ne[0] else np.pad(given, (0, self.mask.ne[0] - len(given)))
-        left = words
-        if how.biases:
-            never = np.array([token for token, bias in how.biases if bias == -math.inf], np.int64)
-            left = words.copy()
-            np.bitwise_and.at(left, never // 32, ~(np.uint32(1) << (never % 32).astype(np.uint32)))
-        if not left.any():
-            raise SessionError(
-                "at least one token must be allowed, the grammar and logit biases leave none; allow more"
-            )
-        return words
 
     def _put(self, leaf: Tensor, seq: int, values: npt.NDArray[np.generic], width: int = 0) -> None:
         assert leaf.buffer is not None
         size = values.itemsize * (width or leaf.ne[0])
         leaf.buffer.write(seq * size, np.ascontiguousarray(values).reshape(-1).view(np.uint8))
+
+
+def _matcher(how: Drawn) -> Matcher:
+    assert how.matcher is not None
+    return how.matcher
+
+
+def _leaves_any(words: npt.NDArray[np.uint32], biases: Sequence[tuple[int, float]]) -> bool:
+    """Whether biases leave any of the tokens that a grammar lets through, a bit each."""
+    never = np.array([token for token, bias in biases if bias == -math.inf], np.int64)
+    left = words.copy()
+    np.bitwise_and.at(left, never // 32, ~(np.uint32(1) << (never % 32).astype(np.uint32)))
+    return bool(left.any())
 
 
 def place_of(seq: int, length: int) -> int:

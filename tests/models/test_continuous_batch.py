@@ -273,9 +273,9 @@ class LetsAll:
         self.text.append(token)
 
 
-def test_inputs_are_written_before_masks_are_known(llama: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where grammars keep steps waiting the next one's inputs are there by the time that a token can be chosen, and its
-    tokens are read behind that choice. The texts are those without grammars."""
+def test_a_step_is_queued_before_its_masks_are_known(llama: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where grammars keep steps waiting the next one is read behind the choice of the one before, and before its own
+    masks are known. The texts are those without grammars."""
     monkeypatch.setattr(graphrt.get_backend("cpu").__class__, "asynchronous", True)
     engine, seen, found = paged(llama, 2), list[str](), dict[int, list[int]]()
     for owner, name in (PagedStep, "write"), (Chooser, "choose"), (ContinuousBatch, "_run"):
@@ -291,6 +291,56 @@ def test_inputs_are_written_before_masks_are_known(llama: Model, monkeypatch: py
     assert seen == ["write", "_run", *["write", "choose", "_run"] * 4, "choose"]
     assert found == {seq: alone(llama, text, 5) for seq, text in enumerate(texts)}
     assert [grammar.text for grammar in grammars] == [found[seq][:-1] for seq in range(2)], "none for the last token"
+
+
+def test_a_choice_waits_for_nothing_but_its_mask(llama: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once a step's tokens are known, before they are given, the next ones are chosen and a step that reads them is
+    queued: the device never waits for what the caller does with tokens. Each token is the likeliest of those that its
+    own text's grammar lets through behind the one before, also where a text beside it has none."""
+    monkeypatch.setattr(graphrt.get_backend("cpu").__class__, "asynchronous", True)
+    engine, texts, found = paged(llama, 3), texts_of(3, 5, 6), dict[int, list[int]]()
+    grammars = [Differs(llama.network.hp.n_vocab, 3 + seq) for seq in range(2)]
+    masked = RowSettings(masked=True)
+    seen = list[str]()
+    for owner, name in (Chooser, "choose"), (ContinuousBatch, "_run"), (ContinuousBatch, "_taken"):
+        plain = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *of, plain=plain, name=name: (seen.append(name), plain(*of))[1])
+    with ContinuousBatch(engine) as batch:
+        for seq, text in enumerate(texts):
+            batch.add(seq, text, 6, Drawn(masked, matcher=grammars[seq]) if seq < 2 else Drawn())
+        run(batch, found)
+        for _ in range(3):
+            seen.clear()
+            run(batch, found)
+            assert seen == ["_taken", "choose", "_run"]
+            assert batch._queued[0].answer is not None and batch._queued[1].answer is None
+        while batch.going:
+            run(batch, found)
+    assert found[2] == alone(llama, texts[2], 6)
+    for seq, grammar in enumerate(grammars):
+        session, fresh = llama.session(RINGS), Differs(grammar.n_vocab, grammar.step)
+        logits = session.eval(texts[seq])
+        for token in found[seq]:
+            assert token == int(np.where(fresh.mask(), logits, -np.inf).argmax())
+            fresh.accept(token)
+            logits = session.eval([token])
+        assert grammar.text == found[seq][:-1], "of the last one nobody wants a mask"
+
+
+class Differs(LetsAll):
+    """A grammar that lets every step-th token through, from one on that follows from the token before."""
+
+    def __init__(self, n_vocab: int, step: int) -> None:
+        super().__init__(n_vocab)
+        self.step = step
+
+    def mask(self) -> np.ndarray:
+        return np.arange(self.n_vocab) % self.step == (self.text[-1] + 1 if self.text else 0) % self.step
+
+    def bits(self) -> np.ndarray:
+        padded = np.zeros(-(-self.n_vocab // 32) * 32, bool)
+        padded[: self.n_vocab] = self.mask()
+        return np.packbits(padded, bitorder="little").view(np.uint32)
 
 
 def test_an_engine_is_warmed_up(llama: Model, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ from support.tiny import bpe, spm
 import graphrt
 from graphrt.errors import GraphrtError, SessionError
 from graphrt.models.gbnf import MAX_CHARS, MAX_DEPTH, MAX_RULES, MAX_SYMBOLS, to_lark
-from graphrt.models.grammar import KEPT_GRAMMARS, MAX_REFS, GrammarMatcher, GrammarVocab, find_all, follow_later
+from graphrt.models.grammar import KEPT_GRAMMARS, MAX_REFS, GrammarMatcher, GrammarVocab, masks_of
 from graphrt.models.sampling_device import Drawn, SampleTables
 from graphrt.models.tokenizer import Tokenizer
 
@@ -236,59 +236,40 @@ def test_a_rule_that_says_nothing_lets_nothing_through(plain: GrammarVocab) -> N
             matcher.mask()
 
 
+class LetsSome:
+    """A grammar of somebody else's, for a vocabulary that is larger or smaller."""
+
+    def __init__(self, words: list[int]) -> None:
+        self.words = np.array(words, np.uint32)
+
+    def bits(self) -> np.ndarray:
+        return self.words
+
+
 def test_masks_that_are_found_together_are_those_of_each(plain: GrammarVocab) -> None:
     """At several places of several grammars, one of which has ended and one lets nothing through; and again a token
-    later."""
+    later. Rows are as wide as asked for: what a vocabulary lacks is 0, what is too much is left out."""
     grammars = ['root ::= "ab" | "c"', 'root ::= [a-c]+ "." ', "root ::= root", 'root ::= "a"', 'root ::= "b" [0-9]']
-    matchers = [plain.matcher(grammar, None) for grammar in grammars]
-    alone = [plain.matcher(grammar, None) for grammar in grammars]
-    matchers[3].accept(plain.tokens.tokenize_str("a")[0])
-    alone[3].accept(plain.tokens.tokenize_str("a")[0])
-    for _ in range(2):
-        find_all([*matchers, object()])
-        for i, (one, other) in enumerate(zip(matchers, alone)):
-            if i == 2:
+    matchers = {10 + i: plain.matcher(grammar, None) for i, grammar in enumerate(grammars)}
+    alone = {10 + i: plain.matcher(grammar, None) for i, grammar in enumerate(grammars)}
+    matchers[13].accept(plain.tokens.tokenize_str("a")[0])
+    alone[13].accept(plain.tokens.tokenize_str("a")[0])
+    width = matchers[10].n_words
+    for n_words in (width, width + 2, width - 1):
+        short = LetsSome([7] * (n_words - 1))
+        rows, failed = masks_of({**matchers, 5: short}, n_words)  # type: ignore[dict-item]
+        assert list(failed) == [12] and "llguidance says" in str(failed[12])
+        assert rows.shape == (6, n_words) and rows[5].tolist() == [7] * (n_words - 1) + [0]
+        for row, (key, other) in zip(rows, alone.items()):
+            if key == 12:
                 with pytest.raises(SessionError):
-                    one.bits()
+                    other.bits()
                 continue
-            found = one.bits().copy()
-            assert found.any() and found.tolist() == other.bits().tolist() == one.bits().tolist()
-            if i != 3:
-                token = int(np.flatnonzero(one.mask())[0])
-                one.accept(token)
+            assert other.bits().any() and row.tolist() == [*other.bits().tolist(), 0, 0][:n_words]
+            if key != 13:
+                token = int(np.flatnonzero(other.mask())[0])
+                matchers[key].accept(token)
                 other.accept(token)
-
-
-class Follows:
-    """A grammar of somebody else's."""
-
-    def __init__(self) -> None:
-        self.text = list[int]()
-
-    def accept(self, token: int) -> None:
-        self.text.append(token)
-
-
-@pytest.mark.parametrize("n", [1, 5])
-def test_texts_that_go_on_by_a_thread_are_where_each_goes(plain: GrammarVocab, n: int) -> None:
-    """One grammar has come to its end, one has no place for a token, one none for the next: that is said when their
-    masks are asked for."""
-    grammars = ['root ::= [a-c]+ "."', 'root ::= "ab" | "c" "a"', 'root ::= "c"', 'root ::= "b" [0-9]'][: n - 1 or 1]
-    matchers, alone = ([plain.matcher(grammar, None) for grammar in grammars] for _ in "ab")
-    end, first, other = plain.eog_ids[0], plain.tokens.tokenize_str("c")[0], Follows()
-    for latest in (first, end):  # the one that has ended has nothing else to say
-        tokens = [latest if i == 2 else first for i in range(len(matchers))]
-        more = [(other, first)] if n > 1 else []
-        follow_later([*zip(matchers, tokens), *more])()  # type: ignore[arg-type]
-        for one, single, token in zip(matchers, alone, tokens):
-            try:
-                single.accept(token)
-            except SessionError:
-                with pytest.raises(SessionError, match="llguidance says"):
-                    one.bits()
-            else:
-                assert one.bits().tolist() == single.bits().tolist()
-    assert other.text == ([first, first] if n > 1 else [])
 
 
 def test_a_grammar_is_compiled_once(plain: GrammarVocab, monkeypatch: pytest.MonkeyPatch) -> None:
