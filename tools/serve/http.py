@@ -15,6 +15,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from graphrt.tools.serve.errors import ApiError, of_validation
+from graphrt.tools.serve.inbox import Inbox
 
 B = TypeVar("B", bound=BaseModel)
 #: A value as JSON. json.dumps() would make an encoder for each.
@@ -103,9 +104,9 @@ def watched(receive: Receive, leave: Callable[[], None]) -> Iterator[None]:
 
 
 class EventStream(Response):
-    """Server-sent events: "data:" and JSON texts. leave: called when the client goes, and in any case at the end. last:
-    data of the last event, "" for none; told: gets the seconds of each write to the socket. A client that reads slowly
-    is waited for.
+    """Server-sent events: "data:" and JSON texts. leave: called when the client goes, and in any case at the end;
+    inbox: its usual pieces are written without waking `values`; last: data of the last event, "" for none; told: gets
+    the seconds of each write to the socket. A client that reads slowly is waited for.
 
     Events that are there at once go out in one write: a loop that is late catches up, since a write to a socket costs
     it more than the making of an event."""
@@ -116,58 +117,65 @@ class EventStream(Response):
         self,
         values: AsyncIterator[str],
         leave: Callable[[], None],
+        inbox: Inbox,
         last: str = "[DONE]",
         told: Callable[[float], None] = lambda seconds: None,
     ) -> None:
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
-        self._values, self._leave, self._last, self._told = values, leave, last, told
+        self._values, self._leave, self._inbox, self._last, self._told = values, leave, inbox, last, told
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             with watched(receive, self._leave):
                 await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-                out = _Held(scope.get(WRITE), self._told)
+                self._inbox.out = out = Held(scope.get(WRITE), self._told)
                 async for value in self._values:
-                    if not out.add(f"data: {value}\n\n".encode("utf-8", "replace")):
+                    if not out.add(value):
                         await _send(send, out.taken())
+                self._inbox.out = None
                 if self._last:
-                    out.add(f"data: {self._last}\n\n".encode())
+                    out.add(self._last)
                 await _send(send, out.taken())
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
         finally:
+            self._inbox.out = None
             self._leave()
 
 
-class _Held:
-    """Bytes that go out when the loop has come round: until then others are added. write: scope[WRITE], or None; told:
+class Held:
+    """Events that go out when the loop has come round: until then others are added. write: scope[WRITE], or None; told:
     gets the seconds of each write."""
 
     def __init__(self, write: Callable[[bytes], bool] | None, told: Callable[[float], None]) -> None:
         self._write, self._held, self._told = write, bytearray(), told
-        self._refused = write is None
+        self.is_free = write is not None
 
-    def add(self, body: bytes) -> bool:
-        """Whether it goes out by itself; else who adds has to send what is held."""
-        if not self._held and not self._refused:
-            asyncio.get_running_loop().call_soon(self._flush)
-        self._held += body
-        return not self._refused
+    def add(self, value: str) -> bool:
+        """Takes an event's data. Whether it goes out by itself; else who adds has to send what is held."""
+        if not self._held and self.is_free:
+            asyncio.get_running_loop().call_soon(self.flush)
+        self.hold(value)
+        return self.is_free
+
+    def hold(self, value: str) -> None:
+        """The same; it goes out with what comes, or by flush()."""
+        self._held += f"data: {value}\n\n".encode("utf-8", "replace")
 
     def taken(self) -> bytes:
         """What is held, which whoever asks sends."""
         found = bytes(self._held)
         self._held.clear()
-        self._refused = self._write is None
+        self.is_free = self._write is not None
         return found
 
-    def _flush(self) -> None:
-        """A slow client's bytes are kept until the next are added, or the end."""
+    def flush(self) -> None:
+        """Has what is held go out. A slow client's bytes are kept until the next are added, or the end."""
         if self._held and self._write is not None:
             began = time.perf_counter()
-            self._refused = not self._write(bytes(self._held))
+            self.is_free = self._write(bytes(self._held))
             self._told(time.perf_counter() - began)
-            if not self._refused:
+            if self.is_free:
                 self._held.clear()
 
 

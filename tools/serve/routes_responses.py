@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping
@@ -15,8 +14,9 @@ from graphrt.models.generation import Piece
 from graphrt.tools.serve import answers
 from graphrt.tools.serve.errors import ApiError
 from graphrt.tools.serve.http import EventStream, body_of, encoded, watched
+from graphrt.tools.serve.inbox import Inbox
 from graphrt.tools.serve.said import Marks, Reader, Said
-from graphrt.tools.serve.scheduler import Event, Text
+from graphrt.tools.serve.scheduler import Text
 from graphrt.tools.serve.schemas import (
     ChatRequest,
     Item,
@@ -51,7 +51,7 @@ class ResponsesRoute:
 
         answer = Answer(self.state, body, text, marks)
         if body.stream:
-            return EventStream(answer.stream(inbox), leave, last="", told=self.state.metrics.writes.add)
+            return EventStream(answer.stream(inbox), leave, inbox, last="", told=self.state.metrics.writes.add)
         try:
             with watched(request.receive, leave):
                 return json_response(await answer.whole(inbox))
@@ -96,7 +96,7 @@ class Answer:
         self._created = int(time.time())
         self._n_events = 0
 
-    async def whole(self, inbox: asyncio.Queue[Event]) -> dict[str, Any]:
+    async def whole(self, inbox: Inbox) -> dict[str, Any]:
         """All of it."""
         finish = ""
         async for _, event in events([self.text], inbox):
@@ -148,7 +148,7 @@ class Answer:
         content = [] if said is None else [{"type": "reasoning_text", "text": said}]
         return {"id": self._thought, "type": "reasoning", "summary": [], "status": status, "content": content}
 
-    async def stream(self, inbox: asyncio.Queue[Event]) -> AsyncIterator[str]:
+    async def stream(self, inbox: Inbox) -> AsyncIterator[str]:
         """Event by event."""
         yield self._event("response.created", {"response": self._response()})
         yield self._event("response.in_progress", {"response": self._response()})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Sequence
 from typing import Any, TypeVar
 
@@ -13,6 +12,7 @@ from graphrt.models.generation import Piece
 from graphrt.tools.serve import answers
 from graphrt.tools.serve.errors import ApiError
 from graphrt.tools.serve.http import HERE, Chunks, EventStream, body_of, encoded, watched
+from graphrt.tools.serve.inbox import Inbox
 from graphrt.tools.serve.said import Marks, Reader, Said
 from graphrt.tools.serve.scheduler import Event, Text
 from graphrt.tools.serve.schemas import ChatRequest, CompletionRequest, Generating
@@ -55,7 +55,7 @@ class TextRoutes:
 
         if body.stream:
             wanted = body.stream_options is not None and bool(body.stream_options.include_usage)
-            return EventStream(answer.stream(inbox, usage=wanted), leave, told=self.state.metrics.writes.add)
+            return EventStream(answer.stream(inbox, usage=wanted), leave, inbox, told=self.state.metrics.writes.add)
         try:
             with watched(request.receive, leave):
                 return json_response(await answer.whole(inbox))
@@ -78,7 +78,7 @@ class Chat:
         self._readers = [Reader(marks, tools, one_call=one) for _ in texts]
         self._head = answers.head("chat.completion", "chatcmpl", state.name, state.fingerprint)
 
-    async def whole(self, inbox: asyncio.Queue[Event]) -> dict[str, Any]:
+    async def whole(self, inbox: Inbox) -> dict[str, Any]:
         """All of it."""
         pieces: list[list[Piece]] = [[] for _ in self.texts]
         async for i, event in events(self.texts, inbox):
@@ -108,7 +108,7 @@ class Chat:
             "finish_reason": "tool_calls" if calls else answers.FINISH[pieces[-1].finish],
         }
 
-    async def stream(self, inbox: asyncio.Queue[Event], *, usage: bool) -> AsyncIterator[str]:
+    async def stream(self, inbox: Inbox, *, usage: bool) -> AsyncIterator[str]:
         """Piece by piece."""
         head = self._head | {"object": "chat.completion.chunk"} | ({"usage": None} if usage else {})
         chunk = Chunks(head)
@@ -118,15 +118,26 @@ class Chat:
             (chunk.form(_delta(i, {"content": HERE})), chunk.form(_delta(i, {"reasoning_content": HERE})))
             for i in range(len(self.texts))
         ]
+        places = {text: i for i, text in enumerate(self.texts)}
+
+        def usual(event: Event) -> str | None:
+            piece = event.piece
+            if piece is None or piece.finish or piece.logprobs is not None:
+                return None
+            i = places[event.text]
+            said = self._readers[i].push(piece.text)
+            if said.reasoning and said.content:
+                return chunk(_delta(i, _said(said)))
+            return plain[i][bool(said.reasoning)](said.reasoning or said.content) if any(said) else ""
+
+        inbox.form = usual
         try:
             async for i, event in events(self.texts, inbox):
                 assert event.piece is not None
-                if not event.piece.finish and event.piece.logprobs is None:
-                    said = self._readers[i].push(event.piece.text)
-                    if said.reasoning and said.content:
-                        yield chunk(_delta(i, _said(said)))
-                    elif said.reasoning or said.content:
-                        yield plain[i][bool(said.reasoning)](said.reasoning or said.content)
+                value = usual(event)
+                if value is not None:
+                    if value:
+                        yield value
                     continue
                 for choice in self._pieces(i, event.piece):
                     yield chunk(choice)
@@ -179,7 +190,7 @@ class Completion:
         self._silent = body.max_tokens == 0
         self._head = answers.head("text_completion", "cmpl", state.name, state.fingerprint)
 
-    async def whole(self, inbox: asyncio.Queue[Event]) -> dict[str, Any]:
+    async def whole(self, inbox: Inbox) -> dict[str, Any]:
         """All of it."""
         pieces: list[list[Piece]] = [[] for _ in self.texts]
         async for i, event in events(self.texts, inbox):
@@ -209,7 +220,7 @@ class Completion:
         logprobs = answers.completion_logprobs(pieces, self.state.model.tokenizer, offset, said)
         return {"index": i, "text": text, "logprobs": logprobs, "finish_reason": answers.FINISH.get(finish)}
 
-    async def stream(self, inbox: asyncio.Queue[Event], *, usage: bool) -> AsyncIterator[str]:
+    async def stream(self, inbox: Inbox, *, usage: bool) -> AsyncIterator[str]:
         """Piece by piece."""
         head = self._head | ({"usage": None} if usage else {})
         offsets, chunk = [len(text) for text in self._echo], Chunks(head)
@@ -218,6 +229,17 @@ class Completion:
                 yield chunk(self._choice(i, text, [], ""))
         begun = set[int]()
         plain = [chunk.form(self._choice(i, HERE, [], "")) for i in range(len(self.texts))]
+        places = {text: i for i, text in enumerate(self.texts)}
+
+        def usual(event: Event) -> str | None:
+            piece, i = event.piece, places[event.text]
+            if piece is None or piece.finish or piece.logprobs is not None or self._silent:
+                return None
+            if self._scored and i not in begun:
+                return None
+            return plain[i](piece.text) if piece.text else ""
+
+        inbox.form = usual
         try:
             async for i, event in events(self.texts, inbox):
                 piece = event.piece
@@ -226,9 +248,10 @@ class Completion:
                     begun.add(i)
                     offsets[i] = answers.length(event.text.prompt, self.state.model.tokenizer)
                     yield chunk(self._choice(i, self._echo[i], [], "", prompt=True))
-                if piece.logprobs is None and not piece.finish and not self._silent:
-                    if piece.text:
-                        yield plain[i](piece.text)
+                value = usual(event)
+                if value is not None:
+                    if value:
+                        yield value
                     continue
                 made = self._told([piece])
                 choice = self._choice(i, self._shown(made), made, piece.finish, offsets[i])

@@ -15,6 +15,7 @@ from starlette.responses import JSONResponse
 from graphrt import __version__
 from graphrt.models.model import Model
 from graphrt.tools.serve.errors import ApiError, of_runtime
+from graphrt.tools.serve.inbox import Inbox
 from graphrt.tools.serve.metrics import Metrics
 from graphrt.tools.serve.scheduler import Event, Text
 from graphrt.tools.serve.texts import Maker
@@ -108,7 +109,7 @@ class State:
         """Runs what takes a while beside the event loop."""
         return await asyncio.get_running_loop().run_in_executor(self.threads, work)
 
-    def submit(self, texts: Sequence[Text]) -> asyncio.Queue[Event]:
+    def submit(self, texts: Sequence[Text]) -> Inbox:
         """Raises ApiError where too many wait."""
         try:
             return self.worker.submit(texts)
@@ -126,7 +127,7 @@ def _listed(names: Sequence[str]) -> str:
     return " or ".join(map(repr, names[:6])) + more
 
 
-async def events(texts: Sequence[Text], inbox: asyncio.Queue[Event]) -> AsyncIterator[tuple[int, Event]]:
+async def events(texts: Sequence[Text], inbox: Inbox) -> AsyncIterator[tuple[int, Event]]:
     """(number of a text, what has become of it) until all have ended. Raises ApiError where one fails."""
     places = {text: i for i, text in enumerate(texts)}
     left = len(texts)

@@ -14,6 +14,7 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from graphrt.errors import RankError
+from graphrt.tools.serve.inbox import Inbox, Out
 from graphrt.tools.serve.metrics import Metrics
 from graphrt.tools.serve.ranks import Leader, lost
 from graphrt.tools.serve.scheduler import Event, Scheduler, Text
@@ -41,7 +42,9 @@ class Worker:
         self.scheduler, self.metrics, self.most_waiting, self.leader = scheduler, metrics, most_waiting, leader
         self.failed: RankError | None = None
         self.on_failed: Callable[[], None] = lambda: None
-        self._inboxes: dict[Text, asyncio.Queue[Event]] = {}
+        self._inboxes: dict[Text, Inbox] = {}
+        self._outgoing: deque[tuple[Sequence[Event], float]] = deque()
+        self._is_called = False  # the loop has been told of these
         self._commands: deque[Command] = deque()
         self._others: deque[Other] = deque()
         self._wake = threading.Condition()
@@ -67,8 +70,8 @@ class Worker:
     def is_alive(self) -> bool:
         return self._thread.is_alive()
 
-    def submit(self, texts: Sequence[Text]) -> asyncio.Queue[Event]:
-        """Has texts made: all of them or none. The queue gets their events, up to a last piece or an error of each.
+    def submit(self, texts: Sequence[Text]) -> Inbox:
+        """Has texts made: all of them or none. The inbox gets their events, up to a last piece or an error of each.
         Raises Busy, and RankError where a rank is lost."""
         scheduler = self.scheduler
         assert scheduler is not None
@@ -76,7 +79,7 @@ class Worker:
         waiting = sum(text.seq < 0 for text in self._inboxes)
         if waiting + len(texts) > self.most_waiting + scheduler.engine.n_seq:
             raise Busy
-        inbox: asyncio.Queue[Event] = asyncio.Queue()
+        inbox = Inbox()
         self._inboxes |= dict.fromkeys(texts, inbox)
         self._tell(scheduler.add, texts)
         return inbox
@@ -113,7 +116,7 @@ class Worker:
 
     def _refuse_all(self, error: RankError) -> None:
         for text, inbox in self._inboxes.items():
-            inbox.put_nowait(Event(text, None, error))
+            inbox.put(Event(text, None, error))
         self._inboxes.clear()
         for _, found in self._others:
             found.set_exception(error)
@@ -123,14 +126,25 @@ class Worker:
             self._commands += [(command, text) for text in texts]
             self._wake.notify()
 
-    def _deliver(self, events: Sequence[Event], sent: float) -> None:
-        self.metrics.late.add(time.perf_counter() - sent)
-        for event in events:
-            inbox = self._inboxes.get(event.text)
-            if inbox is not None:
-                inbox.put_nowait(event)
+    def _deliver(self) -> None:
+        """All events that there are go to their inboxes. Pieces of several steps go out in one write to each client:
+        a loop that is late catches up, since a write costs it more than the making of a piece."""
+        self._is_called = False
+        outs = dict[Out, None]()
+        while self._outgoing:
+            events, sent = self._outgoing.popleft()
+            self.metrics.late.add(time.perf_counter() - sent)
+            for event in events:
+                inbox = self._inboxes.get(event.text)
+                if inbox is None:
+                    continue
+                out = inbox.put(event)
+                if out is not None:
+                    outs[out] = None
                 if event.piece is None or event.piece.finish:
                     del self._inboxes[event.text]
+        for out in outs:
+            out.flush()
 
     # ---- of the thread ----
 
@@ -181,13 +195,19 @@ class Worker:
             raise gone
 
     def _send(self, events: Sequence[Event]) -> None:
-        if events:
-            self.metrics.tell(events)
-            assert self._loop is not None
-            try:
-                self._loop.call_soon_threadsafe(self._deliver, events, time.perf_counter())
-            except RuntimeError:  # the loop is closed: nobody waits
-                log.debug("%d events came after the end", len(events))
+        """Gives events to the event loop, which is called once for all that it has not looked at."""
+        if not events:
+            return
+        self.metrics.tell(events)
+        assert self._loop is not None
+        self._outgoing.append((events, time.perf_counter()))
+        if self._is_called:
+            return
+        self._is_called = True
+        try:
+            self._loop.call_soon_threadsafe(self._deliver)
+        except RuntimeError:  # the loop is closed: nobody waits
+            log.debug("%d events came after the end", len(events))
 
 
 def _do(work: Callable[[], T], found: Future[T]) -> RankError | None:

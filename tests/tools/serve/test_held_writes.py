@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("starlette")
 
-from graphrt.tools.serve.http import _Held
+from graphrt.tools.serve.http import Held
 
 
 def test_a_write_is_told() -> None:
@@ -19,10 +19,10 @@ def test_a_write_is_told() -> None:
         return True
 
     async def hold() -> None:
-        held = _Held(write, told.append)
-        assert held.add(b"a") and held.add(b"b") and not told
+        held = Held(write, told.append)
+        assert held.add("a") and held.add("b") and not told
         for _ in range(3):
             await asyncio.sleep(0)
 
     asyncio.run(hold())
-    assert written == [b"ab"] and len(told) == 1 and told[0] >= 0
+    assert written == [b"data: a\n\ndata: b\n\n"] and len(told) == 1 and told[0] >= 0

@@ -4,6 +4,7 @@ once."""
 from __future__ import annotations
 
 import asyncio
+import re
 import socket
 import sys
 from types import SimpleNamespace
@@ -13,7 +14,8 @@ import pytest
 from support.served import Served
 
 from graphrt.models.generation import Piece
-from graphrt.tools.serve.http import WRITE, EventStream
+from graphrt.tools.serve.http import WRITE, EventStream, Held
+from graphrt.tools.serve.inbox import Inbox
 from graphrt.tools.serve.metrics import Metrics
 from graphrt.tools.serve.routes_text import Chat, Completion
 from graphrt.tools.serve.said import PLAIN, Marks
@@ -49,7 +51,12 @@ def test_a_step_calls_the_loop_once() -> None:
     for step in range(1, 4):
         worker._turn([], None)
         assert len(loop.called) == step
-        assert loop.called[-1][1] == made, "all of a step's events come together"
+        if step == 2:  # the loop is busy meanwhile
+            worker._turn([], None)
+            assert len(loop.called) == step, "it is called once for all that it has not looked at"
+        assert [events for events, _ in worker._outgoing] == [made] * (2 if step == 2 else 1)
+        worker._deliver()
+        assert not worker._outgoing
 
 
 @pytest.mark.parametrize("kind", ["completion", "chat", "thinking chat"])
@@ -69,9 +76,9 @@ def test_a_piece_costs_the_same_late_in_a_text(kind: str) -> None:
 
 
 async def _calls(answer: Chat | Completion, one: Text, n: int) -> list[int]:
-    inbox: asyncio.Queue[Event] = asyncio.Queue()
+    inbox = Inbox()
     for i in range(n):
-        inbox.put_nowait(Event(one, Piece(5, "word ", "length" if i == n - 1 else "")))
+        inbox.put(Event(one, Piece(5, "word ", "length" if i == n - 1 else "")))
     counts, count = list[int](), 0
 
     def seen(frame: object, kind: str, what: object) -> None:
@@ -89,6 +96,98 @@ async def _calls(answer: Chat | Completion, one: Text, n: int) -> list[int]:
         finally:
             sys.setprofile(None)
         counts.append(count)
+
+
+class Client:
+    """Takes what is written, while it is quick."""
+
+    def __init__(self) -> None:
+        self.got, self.is_quick = list[bytes](), True
+
+    def write(self, body: bytes) -> bool:
+        if self.is_quick:
+            self.got.append(body)
+        return self.is_quick
+
+    async def send(self, message: Any) -> None:
+        if message.get("body"):
+            self.got.append(message["body"])
+
+
+@pytest.mark.parametrize("kind", ["completion", "chat"])
+def test_usual_pieces_wake_nobody(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They go out where a step's events are delivered, one write for all that a client gets then. What is no usual
+    piece, and what a slow client doesn't take, goes by the task that waits for it; all come in their order, once."""
+    client, texts, woken = Client(), [text(), text()], 0
+    answer: Chat | Completion
+    if kind == "completion":
+        answer = Completion(STATE, CompletionRequest.model_validate({"prompt": "a", "n": 2}), texts)
+    else:
+        answer = Chat(STATE, ChatRequest.model_validate({"messages": [{"role": "user", "content": "a"}]}), texts, PLAIN)
+    worker = Worker(cast(Any, SimpleNamespace(step=lambda: made, times=[])), Metrics(), 0)
+    worker._loop, inbox = cast(Any, _Loop()), Inbox()
+    worker._inboxes = dict.fromkeys(texts, inbox)
+    get = inbox.get
+
+    async def counted() -> Event:
+        nonlocal woken
+        event = await get()
+        woken += 1
+        return event
+
+    monkeypatch.setattr(inbox, "get", counted)
+
+    async def receive() -> Any:
+        await asyncio.sleep(3600)
+
+    async def play() -> None:
+        nonlocal made
+        stream = EventStream(answer.stream(inbox, usage=False), lambda: None, inbox)
+        task = asyncio.ensure_future(stream({WRITE: client.write}, receive, client.send))  # type: ignore[arg-type]
+        for words, quick, finish, writes, seen in (
+            ("ab", True, "", 1, 0), ("cd", True, "", 1, 0), ("ef", False, "", 0, 0), ("gh", True, "", 0, 2),
+            ("ij", True, "", 1, 0), ("kl", True, "length", 0, 2),
+        ):  # fmt: skip
+            for _ in range(5):
+                await asyncio.sleep(0)
+            client.is_quick, before, n = quick, woken, len(client.got)
+            made = [Event(one, Piece(5, word, finish)) for one, word in zip(texts, words)]
+            worker._turn([], None)
+            worker._deliver()
+            assert len(client.got) - n == writes, words
+            for _ in range(5):
+                await asyncio.sleep(0)
+            assert woken - before == seen, words
+        await task
+
+    made = list[Event]()
+    asyncio.run(play())
+    whole = b"".join(client.got).decode()
+    said = re.findall(r'"index":(\d),(?:"delta":{"content"|"text"):"([^"]+)"', whole)
+    assert "".join(word for _, word in said) == "abcdefghijkl"
+    assert [int(i) for i, _ in said] == [0, 1] * 6 and whole.endswith("data: [DONE]\n\n")
+
+
+def test_a_piece_that_can_not_be_written_is_one_requests(caplog: pytest.LogCaptureFixture) -> None:
+    """Others' pieces come all the same; its own task sees the event."""
+    bad, good, client = Inbox(), Inbox(), Client()
+
+    async def play() -> None:
+        for inbox in (bad, good):
+            inbox.out = Held(client.write, lambda seconds: None)
+            inbox.form = (lambda event: str(1 // 0)) if inbox is bad else lambda event: "b"
+        waiting = [asyncio.ensure_future(inbox.get()) for inbox in (bad, good)]
+        await asyncio.sleep(0)
+        worker, event = Worker(None, Metrics(), 0), Event(text(), Piece(5, "a"))
+        other = Event(text(), Piece(5, "b"))
+        worker._inboxes = {event.text: bad, other.text: good}
+        worker._outgoing.append(([event, other], 0.0))
+        worker._deliver()
+        assert client.got == [b"data: b\n\n"]
+        assert await waiting[0] is event and not waiting[1].done() and "could not be written" in caplog.text
+        waiting[1].cancel()
+
+    asyncio.run(play())
 
 
 @pytest.mark.parametrize("takes", [True, False])
@@ -115,7 +214,7 @@ def test_pieces_go_straight_to_the_connection(takes: bool) -> None:
     async def receive() -> Any:
         await asyncio.sleep(3600)
 
-    asyncio.run(EventStream(values(), lambda: None)({WRITE: write}, receive, send))
+    asyncio.run(EventStream(values(), lambda: None, Inbox())({WRITE: write}, receive, send))
     pieces = [b"data: %d\n\n" % i for i in range(6)]
     whole, end = b"".join(pieces), b"data: [DONE]\n\n"
     if takes:
