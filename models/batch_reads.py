@@ -14,7 +14,7 @@ from graphrt.models.engine import Ids
 from graphrt.models.guesses import Guesser, Pace, guesses
 from graphrt.models.paged_steps import PagedSteps
 from graphrt.models.sampling_device import Drawn, place_of
-from graphrt.models.step_chosen import Row
+from graphrt.models.step_chosen import Rows
 from graphrt.models.step_paged import StepSize
 
 
@@ -35,11 +35,15 @@ class Going:
     on_board: bool = False
     token: int = -1
 
+    def __post_init__(self) -> None:  # of `how`, once and not each step
+        self.n_uniforms, self.penalizes = self.how.n_uniforms, self.how.settings.penalizes
+
     @property
     def guesses(self) -> bool:
         """Its next tokens may be guessed: then its latest one must be known."""
-        steady = not self.how.waits and not self.how.settings.penalizes
-        return self.guesser is not None and not self.guesser.pauses and steady
+        if self.guesser is None or self.guesser.pauses:
+            return False
+        return not self.how.waits and not self.penalizes
 
     @property
     def is_known(self) -> bool:
@@ -177,20 +181,23 @@ def sources_of(engine: PagedSteps, reads: Sequence[Read], n: int) -> Ids:
     return found
 
 
-def rows_of(engine: PagedSteps, reads: Sequence[Read], *, every: bool) -> list[Row]:
+def rows_of(engine: PagedSteps, reads: Sequence[Read], *, every: bool) -> Rows:
     """What each wanted row's token is chosen by, with numbers beyond the draws that are queued, and where it goes.
     every: all tokens' rows are wanted."""
-    pool, rows = engine.cache.pool, list[Row]()
+    pool, rows = engine.cache.pool, Rows([], [], [], [], [])
     for read in reads:
-        going, how = read.of, read.of.how
-        end, before = pool.of(going.seq).reserved, going.wanted - going.unasked
+        going, chooses = read.of, read.chooses
+        seq, uniforms = going.seq, going.how.uniforms if chooses else None
+        end, before = pool.of(seq).reserved, going.wanted - going.unasked
         for i in range(read.n if every else 1):
-            numbers, place = (0.0, 0.0), -1
-            if read.chooses and how.uniforms is not None:
-                first = (before + i) * how.n_uniforms
-                numbers = how.uniforms.peek(first + how.n_uniforms - 1), how.uniforms.peek(first)
-            if read.chooses and how.settings.penalizes:
-                place = place_of(going.seq, end)
-            target = engine.n_seq + len(rows) if every else going.seq if read.chooses else -1
-            rows.append(Row(going.seq, end, numbers, place, target))
+            numbers = 0.0, 0.0
+            if uniforms is not None:
+                first = (before + i) * going.n_uniforms
+                last = uniforms.peek(first + going.n_uniforms - 1)
+                numbers = last, last if going.n_uniforms == 1 else uniforms.peek(first)
+            rows.slots.append(seq)
+            rows.lengths.append(end)
+            rows.uniforms.append(numbers)
+            rows.places.append(place_of(seq, end) if chooses and going.penalizes else -1)
+            rows.targets.append(engine.n_seq + len(rows.targets) if every else seq if chooses else -1)
     return rows

@@ -88,7 +88,9 @@ class PagedCache(Cache):
         self.type_k = types[0]
         cells = {kind: (n * sizes.page,) for kind, n in sizes.n_pages.items()}
         self.layers = cache_layers(hp, backend, windowed, cells, cache_sides(hp, *types))
-        self._rows: dict[str, dict[int, tuple[int, npt.NDArray[np.int32]]]] = {}  # tables as arrays, and of which state
+        # tables as arrays, and by sequence which of its states they are of
+        self._rows = {kind: np.full((n_seq, sizes.max_blocks), GONE, np.int32) for kind in sizes.n_pages}
+        self._seen = {kind: [-1] * n_seq for kind in sizes.n_pages}
         page_bytes = sizes.page * sum(leaf.nb[1] for leaf in self.leafs("full"))
         self.prefix_rule = PrefixRule.of(hp, page_bytes)
         self.pool = PagePool(sizes.page, sizes.n_pages, sizes.windows, share=share)
@@ -124,16 +126,15 @@ class PagedCache(Cache):
 
     def tables(self, kind: str, seqs: Sequence[int]) -> npt.NDArray[np.int32]:
         """The tables of sequences: int32 [sequences, blocks of the longest], -1 where there is no page."""
-        held = [self.pool.of(seq) for seq in seqs]
-        rows = self._rows.setdefault(kind, {})
-        most = max((len(h.tables[kind]) for h in held), default=0)
-        found = np.full((len(held), most), GONE, np.int32)
-        for row, seq, h in zip(found, seqs, held):
-            table = rows.get(seq)
-            if table is None or table[0] != h.changes:  # most steps change no table
-                table = rows[seq] = h.changes, np.array(h.tables[kind], np.int32)
-            row[: len(table[1])] = table[1]
-        return found
+        most, rows, seen = 0, self._rows[kind], self._seen[kind]
+        for seq in seqs:
+            held = self.pool.of(seq)
+            table = held.tables[kind]
+            most = max(most, len(table))
+            if seen[seq] != held.changes:  # a step changes few tables
+                seen[seq] = held.changes
+                rows[seq, : len(table)], rows[seq, len(table) :] = table, GONE
+        return rows[list(seqs), :most]
 
     # ---- prefixes ----
 
@@ -148,7 +149,7 @@ class PagedCache(Cache):
         if "full" not in self.pool.kinds:
             return Prefixes(reason="all layers have windows, behind which no pages are shared")
         counts = np.fromiter(new.values(), np.int64, len(new))
-        ends = np.fromiter((self.pool.of(seq).reserved for seq in new), np.int64, len(new))
+        ends = np.array([self.pool.of(seq).reserved for seq in new], np.int64)
         whole = (ends - counts) // self.sizes.page
         return prefixes(self.tables("full", list(new)), whole, counts, self.prefix_rule)
 

@@ -9,7 +9,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from itertools import islice
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +21,7 @@ from graphrt.models.engine import MAX_AHEAD, Ids
 from graphrt.models.guesses import Guesser, Pace
 from graphrt.models.paged_steps import PagedSteps
 from graphrt.models.sampling_device import Drawn, candidates
-from graphrt.models.step_chosen import ChosenStep, Row
+from graphrt.models.step_chosen import ChosenStep, Rows
 from graphrt.models.step_paged import StepSize
 from graphrt.models.step_times import StepTime
 
@@ -40,7 +39,7 @@ class Queued:
     reads: list[Read]
     rows: list[int]
     start: int
-    of_rows: list[Row]
+    of_rows: Rows
     seconds: Callable[[], float] = lambda: 0.0
     answer: Callable[[], npt.NDArray[np.uint8]] | None = None
 
@@ -171,9 +170,9 @@ class ContinuousBatch:
             if last is not None and waits and not self._may_choose(last):
                 return
             reads = self._plan.next() if len(self._queued) < ahead else []
-            has_room = bool(reads) and self._has_room(reads)
+            new = self._places(reads) if reads else None
             with self._all_or_none():
-                queued = self._written(reads) if has_room else None
+                queued = self._written(reads, new) if new is not None else None
                 if last is not None and waits:
                     self._choose(last)
                 if queued is None:
@@ -190,24 +189,23 @@ class ContinuousBatch:
             if read.chooses and read.of.how.waits and self._going.get(read.of.seq) is read.of
         )
 
-    def _has_room(self, reads: Sequence[Read]) -> bool:
-        """Whether a step's tokens have pages now. Raises CacheFullError where they have none and no step is under way,
-        whose end could make some free."""
+    def _places(self, reads: Sequence[Read]) -> dict[int, int] | None:
+        """Gives a step's tokens cells: how many of each sequence, None where they have no pages now. Raises
+        CacheFullError where they have none and no step is under way, whose end could make some free."""
+        new = {read.of.seq: read.n for read in reads}
         try:
-            self.engine.cache.pool.check_room({read.of.seq: read.n for read in reads})
+            self.engine.cache.append(new)
         except CacheFullError:
             if not self._queued:
                 raise
-            return False
-        return True
+            return None
+        return new
 
-    def _written(self, reads: list[Read]) -> Queued:
-        """A step with its inputs written, which waits for nothing but its turn."""
+    def _written(self, reads: list[Read], new: dict[int, int]) -> Queued:
+        """A step with its inputs written, which waits for nothing but its turn. new: tokens of each sequence."""
         engine = self.engine
-        new = {read.of.seq: read.n for read in reads}
-        counts = np.array(list(new.values()), np.int32)
+        counts = np.fromiter(new.values(), np.int32, len(new))
         n, every = int(counts.sum()), any(read.guessed for read in reads)
-        engine.cache.append(new)
         plan = engine.plan(new, every=every, size=self._plan.own_size(reads))
         drawn = any(not read.of.how.is_plain for read in reads)
         most = candidates(read.of.how.settings for read in reads) if drawn else 0
@@ -240,14 +238,14 @@ class ContinuousBatch:
         """Queues the choice of a step's tokens, and their way to the host. Where a sequence has ended since, another
         one may have its number, which is left alone."""
         self._allow(queued.reads)
-        rows = iter(queued.of_rows)
-        chosen = list[Row]()
+        rows, gone, at = queued.of_rows, set[int](), 0
         for read in queued.reads:
-            there = self._going.get(read.of.seq) is read.of
-            for row in islice(rows, read.n if queued.start else 1):
-                chosen.append(row if there else row._replace(place=-1, target=-1))
-        queued.step.chooser.choose(chosen)
-        n = len(queued.of_rows) if queued.start else self.engine.n_seq
+            n = read.n if queued.start else 1
+            if self._going.get(read.of.seq) is not read.of:
+                gone.update(range(at, at + n))
+            at += n
+        queued.step.chooser.choose(rows.without(gone) if gone else rows)
+        n = len(rows.slots) if queued.start else self.engine.n_seq
         buffer, offset = queued.step.reads.exe.place(self.engine.board)
         queued.answer = buffer.read_later(offset + 4 * queued.start, 4 * n)
 
@@ -281,30 +279,33 @@ class ContinuousBatch:
             waited += device
         self.times.append(StepTime(sum(read.n for read in queued.reads), device, waited))
         queued.step.reads.check_chosen(tokens if queued.start else tokens[queued.rows])
+        commit, told = engine.cache.pool.commit, tokens.tolist()
         for read, row in zip(queued.reads, queued.rows):
-            going, seq = read.of, read.of.seq
+            going, guessed = read.of, read.guessed
+            seq = going.seq
             if self._going.get(seq) is not going:
                 continue
             ids = [going.token] if read.ids is None else read.ids.tolist()
-            chosen = tokens[row : row + 1 + read.guessed].tolist()
-            right = next((i for i in range(read.guessed) if chosen[i] != ids[1 + i]), read.guessed)
-            ids = ids[: len(ids) - read.guessed + right]
-            engine.cache.pool.commit(seq, ids)
+            right, chosen = 0, told[row : row + 1 + guessed]
+            if guessed:
+                right = next((i for i in range(guessed) if chosen[i] != ids[1 + i]), guessed)
+                ids = ids[: len(ids) - guessed + right]
+            commit(seq, ids)
             engine.lengths[seq] += len(ids)
-            if right < read.guessed:
+            if right < guessed:
                 engine.forget([seq])
             if read.chooses:
                 found[seq] = chosen[: 1 + right]
                 going.unasked -= right
-                self._given(going, found[seq], read.guessed)
+                self._given(going, found[seq], guessed)
         return found
 
     def _given(self, going: Going, tokens: Sequence[int], guessed: int) -> None:
         """A sequence's next tokens are known, all but the last of which were guessed."""
         going.token = tokens[-1]
         going.wanted -= len(tokens)
-        for _ in range(going.how.n_uniforms * len(tokens)):
-            going.how.uniforms.take()  # type: ignore[union-attr]
+        if going.how.uniforms is not None:
+            going.how.uniforms.skip(going.n_uniforms * len(tokens))
         if going.how.matcher is not None and going.wanted:
             with suppress(SessionError):  # of which the next mask tells again
                 going.how.matcher.accept(going.token)

@@ -4,7 +4,7 @@ ways to choose."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -16,15 +16,21 @@ from graphrt.models.step import Filled
 from graphrt.models.step_paged import PagedStep
 
 
-class Row(NamedTuple):
-    """What a row's token is chosen by. slot: its column of the tables; length: tokens of its text; uniforms: numbers
-    that it is drawn by; place: where it is put among what was said; target: the board's row for it; -1 for nowhere."""
+class Rows(NamedTuple):
+    """What rows' tokens are chosen by, a number of each row. slots: its column of the tables; lengths: tokens of its
+    text; uniforms: two numbers that it is drawn by; places: where it is put among what was said; targets: the board's
+    row for it; -1 for nowhere."""
 
-    slot: int
-    length: int
-    uniforms: tuple[float, float] = (0.0, 0.0)
-    place: int = -1
-    target: int = -1
+    slots: list[int]
+    lengths: list[int]
+    uniforms: list[tuple[float, float]]
+    places: list[int]
+    targets: list[int]
+
+    def without(self, gone: Container[int]) -> Rows:
+        """The same, but that the tokens of these rows go nowhere."""
+        places, targets = ([-1 if i in gone else n for i, n in enumerate(each)] for each in self[3:])
+        return self._replace(places=places, targets=targets)
 
 
 @dataclass(frozen=True)
@@ -34,17 +40,16 @@ class Chooser(Filled):
     inputs: RowInputs
     exe: Executable
 
-    def choose(self, rows: Sequence[Row]) -> None:
+    def choose(self, rows: Rows) -> None:
         """Queues the choice; the tables have what it needs."""
         inputs = self.inputs
-        n, most = len(rows), inputs.slots.ne[0]
-        nowhere = [-1] * (most - n)
+        nowhere = [-1] * (inputs.slots.ne[0] - len(rows.slots))
         given = self.fill({
-            inputs.slots: np.array([row.slot for row in rows], np.int32),
-            inputs.lengths: np.array([row.length for row in rows], np.int32),
-            inputs.uniforms: np.array([row.uniforms for row in rows], np.float64),
-            inputs.places: np.array([*(row.place for row in rows), *nowhere], np.int64),
-            inputs.targets: np.array([*(row.target for row in rows), *nowhere], np.int64),
+            inputs.slots: np.array(rows.slots, np.int32),
+            inputs.lengths: np.array(rows.lengths, np.int32),
+            inputs.uniforms: np.array(rows.uniforms, np.float64),
+            inputs.places: np.array([*rows.places, *nowhere], np.int64),
+            inputs.targets: np.array([*rows.targets, *nowhere], np.int64),
         })  # fmt: skip
         self.filled(given)
         self.exe.run()

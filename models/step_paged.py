@@ -136,7 +136,7 @@ class PagedStep(AnyStep[PagedInputs]):
         inputs, cache = self.inputs, self.inputs.cache
         seqs = list(new)
         counts = np.fromiter(new.values(), np.int64, len(new))
-        ends = np.fromiter((cache.pool.of(seq).reserved for seq in new), np.int64, len(new))
+        ends = np.array([cache.pool.of(seq).reserved for seq in seqs], np.int64)
         starts = np.concatenate([[0], np.cumsum(counts)])
         n, n_seq = int(starts[-1]), len(new)
         owner = np.repeat(np.arange(n_seq), counts)

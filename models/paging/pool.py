@@ -67,6 +67,7 @@ class PagePool:
     ) -> None:
         self.page = page
         self.windows = dict(windows)
+        self._windowed = [kind for kind, window in self.windows.items() if window]
         self.share = share
         self.kinds = {kind: Pages(n) for kind, n in n_pages.items()}
         self.root = Node(None, b"")
@@ -78,9 +79,10 @@ class PagePool:
 
     def of(self, seq: int) -> Held:
         """A sequence, empty at first."""
-        if seq not in self.held:
-            self.held[seq] = Held({kind: [] for kind in self.kinds}, next(self._changes))
-        return self.held[seq]
+        held = self.held.get(seq)
+        if held is None:
+            held = self.held[seq] = Held({kind: [] for kind in self.kinds}, next(self._changes))
+        return held
 
     def _changed(self, held: Held) -> None:
         """Its tables are others from now on."""
@@ -150,16 +152,18 @@ class PagePool:
         for kind, pages in self.kinds.items():
             if self.windows[kind] and not windowed:
                 continue
-            needed = 0
+            needed, page, users, kept = 0, self.page, pages.users, pages.kept
             writers: dict[int, int] = {}
             for seq, n in new.items():
                 held = self.of(seq)
-                needed += -(-(held.reserved + n) // self.page) - len(held.tables[kind])
-                if n and held.reserved % self.page:
-                    last = held.tables[kind][-1]
-                    writers[last] = writers.get(last, 0) + 1
+                table, reserved = held.tables[kind], held.reserved
+                needed += -(-(reserved + n) // page) - len(table)
+                if n and reserved % page:
+                    last = table[-1]
+                    if users[last] > 1 or last in kept:
+                        writers[last] = writers.get(last, 0) + 1
             for last, n in writers.items():  # the last of those that share a page by a fork can have it for itself
-                needed += n if last in pages.kept else min(n, pages.users[last] - 1)
+                needed += n if last in kept else min(n, users[last] - 1)
             self._check_available(kind, needed, f"the next tokens of {count_text(len(new), 'sequence')} need")
 
     def _check_available(self, kind: str, needed: int, who: str) -> None:
@@ -185,12 +189,12 @@ class PagePool:
                 f"tokens must have cells before they are written, {held.reserved} have them, got "
                 f"{len(held.ids) + len(ids)}; append them first"
             )
-        held.ids.extend(int(i) for i in ids)
+        held.ids.extend(map(int, ids))
         if self.share and held.shares:
             while (len(held.nodes) + 1) * self.page <= len(held.ids):
                 self._enter(seq, held)
-        for kind, pages in self.kinds.items():
-            table = held.tables[kind]
+        for kind in self._windowed:
+            pages, table = self.kinds[kind], held.tables[kind]
             block = self.first_seen(kind, len(held.ids)) - 1
             while block >= 0 and table[block] != GONE:  # all before one that is gone are gone
                 pages.release(table[block])

@@ -151,6 +151,7 @@ class Scheduler:
         self.times: list[StepTime] = []
         self._blocked = False  # until a text ends
         self._events: list[Event] = []
+        self._most_tokens = self.most_tokens
         self._runs_ahead = engine.runs_ahead and (not deterministic or engine.home.asynchronous)
 
     @property
@@ -424,7 +425,7 @@ class Scheduler:
 
     def _made(self, text: Text, token: int) -> None:
         """A text's next token."""
-        full = len(text.tokens) >= self.most_tokens
+        full = len(text.tokens) >= self._most_tokens
         text.tokens.append(token)
         text.state = GENERATING
         piece = text.pieces.add(token, text.sampler.logprobs, full=full)

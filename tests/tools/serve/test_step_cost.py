@@ -118,7 +118,7 @@ class Client:
 def test_usual_pieces_wake_nobody(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """They go out where a step's events are delivered, one write for all that a client gets then. What is no usual
     piece, and what a slow client doesn't take, goes by the task that waits for it; all come in their order, once."""
-    client, texts, woken = Client(), [text(), text()], 0
+    client, texts, woken, made = Client(), [text(), text()], 0, list[Event]()
     answer: Chat | Completion
     if kind == "completion":
         answer = Completion(STATE, CompletionRequest.model_validate({"prompt": "a", "n": 2}), texts)
@@ -141,17 +141,20 @@ def test_usual_pieces_wake_nobody(kind: str, monkeypatch: pytest.MonkeyPatch) ->
         await asyncio.sleep(3600)
 
     async def play() -> None:
-        nonlocal made
         stream = EventStream(answer.stream(inbox, usage=False), lambda: None, inbox)
-        task = asyncio.ensure_future(stream({WRITE: client.write}, receive, client.send))  # type: ignore[arg-type]
-        for words, quick, finish, writes, seen in (
+        task = asyncio.ensure_future(stream({WRITE: client.write}, receive, client.send))
+        for words, quick, ends, writes, seen in (
             ("ab", True, "", 1, 0), ("cd", True, "", 1, 0), ("ef", False, "", 0, 0), ("gh", True, "", 0, 2),
-            ("ij", True, "", 1, 0), ("kl", True, "length", 0, 2),
+            ("ij", True, "", 1, 0), ("kl", True, "k", 0, 2), (" m", True, "m", 0, 1),
         ):  # fmt: skip
             for _ in range(5):
                 await asyncio.sleep(0)
             client.is_quick, before, n = quick, woken, len(client.got)
-            made = [Event(one, Piece(5, word, finish)) for one, word in zip(texts, words)]
+            made[:] = [
+                Event(one, Piece(5, word, "length" if word in ends else ""))
+                for one, word in zip(texts, words)
+                if word != " "
+            ]
             worker._turn([], None)
             worker._deliver()
             assert len(client.got) - n == writes, words
@@ -160,12 +163,11 @@ def test_usual_pieces_wake_nobody(kind: str, monkeypatch: pytest.MonkeyPatch) ->
             assert woken - before == seen, words
         await task
 
-    made = list[Event]()
     asyncio.run(play())
     whole = b"".join(client.got).decode()
     said = re.findall(r'"index":(\d),(?:"delta":{"content"|"text"):"([^"]+)"', whole)
-    assert "".join(word for _, word in said) == "abcdefghijkl"
-    assert [int(i) for i, _ in said] == [0, 1] * 6 and whole.endswith("data: [DONE]\n\n")
+    assert "".join(word for _, word in said) == "abcdefghijklm"
+    assert [int(i) for i, _ in said] == [0, 1] * 6 + [1] and whole.endswith("data: [DONE]\n\n")
 
 
 def test_a_piece_that_can_not_be_written_is_one_requests(caplog: pytest.LogCaptureFixture) -> None:
