@@ -176,7 +176,7 @@ class Completion:
             said = [p if isinstance(p, str) else state.model.tokenizer.decode(p) for p in given]
             self._echo = [said[i // (body.n or 1)] for i in range(len(texts))]
         self._scored = bool(body.echo) and body.logprobs is not None
-        self._silent = body.max_tokens == 0
+        self._silent = body.asked == 0
         self._head = answers.head("text_completion", "cmpl", state.name, state.fingerprint)
 
     async def whole(self, inbox: asyncio.Queue[Event]) -> dict[str, Any]:

@@ -3,6 +3,7 @@ threads beside the event loop, as a long prompt takes a while to tokenize."""
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,9 +16,18 @@ from graphrt.models.sampling_params import SamplerParams
 from graphrt.tools.serve import tool_calls
 from graphrt.tools.serve.adapters import ServedAdapters
 from graphrt.tools.serve.errors import ApiError, of_runtime
+from graphrt.tools.serve.forms import Form, form_of
 from graphrt.tools.serve.said import PLAIN, Marks, marks_of
 from graphrt.tools.serve.scheduler import Text
-from graphrt.tools.serve.schemas import ChatRequest, CompletionRequest, Generating, Message, NamedTool, Tool
+from graphrt.tools.serve.schemas import (
+    Biases,
+    ChatRequest,
+    CompletionRequest,
+    Generating,
+    Message,
+    NamedTool,
+    Tool,
+)
 
 #: Fields of a request -> SamplerParams'.
 _SAMPLERS = {
@@ -31,7 +41,7 @@ _SAMPLERS = {
     for name in (
         *("top_p", "presence_penalty", "frequency_penalty", "top_k", "min_p", "typical_p", "top_n_sigma"),
         *("repeat_penalty", "repeat_last_n", "dry_multiplier", "dry_base", "dry_allowed_length"),
-        *("dry_penalty_last_n", "xtc_probability", "xtc_threshold", "dynatemp_range", "mirostat"),
+        *("dry_penalty_last_n", "xtc_probability", "xtc_threshold", "dynatemp_range", "mirostat", "min_keep"),
     )
 }
 #: Tokens of a completion that says no number, as OpenAI has it.
@@ -61,10 +71,10 @@ class Maker:
         for name in ("suffix", "best_of"):
             if getattr(request, name) not in (None, request.n if name == "best_of" else ""):
                 raise ApiError(f"{name} is not here; leave it out", param=name)
-        if request.max_tokens == 0 and not request.echo:
+        if request.asked == 0 and not request.echo:
             raise ApiError("max_tokens may be 0 where echo tells the prompt; ask for 1 or more", param="max_tokens")
         # a token that nobody asked for comes with the prompt's, and isn't told
-        n = self._limit(COMPLETION_TOKENS if request.max_tokens is None else max(1, request.max_tokens))
+        n = self._limit(COMPLETION_TOKENS if request.asked is None else request.asked or 1)
         scored = request.logprobs if request.echo else None
         rules = self._rules(request, n, request.logprobs)
         prompts = self.prompts(request.prompt)
@@ -97,7 +107,9 @@ class Maker:
     def chat(self, request: ChatRequest, key: str) -> tuple[list[Text], Marks]:
         """n answers to a conversation, and how they tell what they think. Raises ApiError."""
         wanted = tools_of(request)
-        n = self._limit(request.max_completion_tokens or request.max_tokens or -1)
+        n = self._limit(request.max_completion_tokens or (-1 if request.asked is None else request.asked))
+        if n == 0:
+            raise ApiError("n_predict must be at least 1, or -1 for no limit, got 0", param="n_predict")
         if request.top_logprobs is not None and not request.logprobs:
             raise ApiError("top_logprobs needs logprobs: true; give both", param="top_logprobs")
         best = (request.top_logprobs or 0) if request.logprobs else None
@@ -153,27 +165,17 @@ class Maker:
     def _rules(
         self, request: Generating, n: int, best: int | None, of_tools: Mapping[str, Any] | None = None
     ) -> TextRules:
-        form = request.response_format
-        schema: dict[str, Any] | None = request.json_schema
-        if form is not None and form.type != "text":
-            if schema is not None or request.grammar is not None or request.regex is not None:
-                raise ApiError("one of response_format, grammar, json_schema and regex may be given, got several",
-                               param="response_format")  # fmt: skip
-            given = form.json_schema.schema_ if form.json_schema is not None else None
-            schema = form.schema_ or {"type": "object"} if form.type == "json_object" else given
-            if schema is None:
-                raise ApiError("a response_format of json_schema must have a schema, got none; give one",
-                               param="response_format.json_schema.schema")  # fmt: skip
+        form = form_of(request)
         if of_tools is not None:
-            if schema is not None or request.grammar is not None or request.regex is not None:
+            if form.field is not None:
                 raise ApiError("a text must be a call (tool_choice) or of a form (response_format, grammar), not both",
                                param="tool_choice")  # fmt: skip
-            schema = dict(of_tools)
+            form = Form(schema=dict(of_tools))
         try:
             stop = () if request.stop is None else request.stop
             return TextRules(
-                n, stop, request.stop_token_ids or (), bool(request.ignore_eos), request.grammar, schema, best,
-                request.regex,
+                n, stop, request.stop_token_ids or (), _never_ends(request, n), form.grammar, form.schema, best,
+                form.regex,
             )  # fmt: skip
         except SessionError as error:
             raise of_runtime(error, "stop" if str(error).startswith("a stop") else _rule_of(request)) from error
@@ -184,12 +186,25 @@ class Maker:
         changed = {name: value for name, value in given.items() if value is not None}
         if request.seed is not None:
             changed["seed"] = request.seed % (1 << 64) if request.seed != -1 else -1
+        if request.repetition_penalty is not None:  # vLLM's, of all tokens
+            changed.setdefault("repeat_penalty", request.repetition_penalty)
+            changed.setdefault("repeat_last_n", -1)
         if request.logit_bias:
-            changed["logit_bias"] = {int(token): bias for token, bias in request.logit_bias.items()}
+            changed["logit_bias"] = self._biases(request.logit_bias)
         try:
             return self.defaults.changed(changed)
         except SessionError as error:
             raise of_runtime(error) from error
+
+    def _biases(self, given: Biases) -> dict[int, float]:
+        """Those of token ids. A text stands for all of its tokens, as llama-server has it."""
+        if isinstance(given, dict):
+            return {int(token): bias for token, bias in given.items()}
+        found: dict[int, float] = {}
+        for token, bias in given:
+            ids = self.model.tokenizer.encode(token, False, True) if isinstance(token, str) else [int(token)]
+            found |= dict.fromkeys(ids, -math.inf if bias is False else float(bias))
+        return found
 
     def _texts(
         self, request: Generating, ids: list[int], n: int, rules: TextRules, key: str, scored: int | None = None
@@ -231,12 +246,22 @@ def tools_of(request: ChatRequest) -> tuple[list[Tool], str | None]:
     return tools, "" if choice == "required" else None
 
 
+def _never_ends(request: Generating, n: int) -> bool:
+    """Whether a text goes on behind its end, to n tokens. Raises ApiError for a least number (vLLM's) that isn't the
+    most."""
+    if not request.min_tokens or request.ignore_eos:
+        return bool(request.ignore_eos)
+    if n < 0 or request.min_tokens < n:
+        raise ApiError("min_tokens must be as many as max_tokens here; give both, or ignore_eos", param="min_tokens")
+    return True
+
+
 def _rule_of(request: Generating) -> str | None:
     """The field that a grammar's error is about."""
-    for name in ("grammar", "regex", "json_schema", "response_format", "stop_token_ids", "logit_bias"):
-        if getattr(request, name) is not None:
-            return name
-    return None
+    form = form_of(request).field
+    if form is not None:
+        return form
+    return next((name for name in ("stop_token_ids", "logit_bias") if getattr(request, name) is not None), None)
 
 
 def _plain(index: int, message: Message) -> dict[str, Any]:
