@@ -74,8 +74,8 @@ class Chat:
     def __init__(self, state: State, body: ChatRequest, texts: Sequence[Text], marks: Marks) -> None:
         self.state, self.texts = state, texts
         tools = [] if body.tool_choice == "none" else body.tools or []
-        one = body.parallel_tool_calls is False
-        self._readers = [Reader(marks, tools, one_call=one) for _ in texts]
+        one, must = body.parallel_tool_calls is False, body.tool_choice not in (None, "none", "auto")
+        self._readers = [Reader(marks, tools, one_call=one, must_call=must) for _ in texts]
         self._head = answers.head("chat.completion", "chatcmpl", state.name, state.fingerprint)
 
     async def whole(self, inbox: asyncio.Queue[Event]) -> dict[str, Any]:
@@ -147,12 +147,18 @@ class Chat:
         if told and not delta:
             delta["content"] = said.content
         found = [_delta(i, delta, told)] if delta else []
-        if calls:
-            numbered = [{"index": n} | call for n, call in enumerate(calls)]
-            found.append(_delta(i, {"tool_calls": numbered}))
+        for n, call in enumerate(calls):
+            found += [_delta(i, {"tool_calls": [part]}) for part in _in_pieces(n, call)]
         if piece.finish:
             found.append(_delta(i, {}, None, "tool_calls" if calls else answers.FINISH[piece.finish]))
         return found
+
+
+def _in_pieces(n: int, call: dict[str, Any]) -> list[dict[str, Any]]:
+    """The n-th call of a text as streams have it: its name, then its arguments."""
+    name, arguments = call["function"]["name"], call["function"]["arguments"]
+    first = {"index": n, **call, "function": {"name": name, "arguments": ""}}
+    return [first, {"index": n, "function": {"arguments": arguments}}]
 
 
 def _said(said: Said) -> dict[str, Any]:

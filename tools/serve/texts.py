@@ -265,7 +265,8 @@ def _rule_of(request: Generating) -> str | None:
 
 
 def _plain(index: int, message: Message) -> dict[str, Any]:
-    """A message as templates know them: content is a text, arguments of calls are mappings."""
+    """A message as templates know them: content is a text, whose parts are lines, and arguments of calls are
+    mappings."""
     found: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role}
     content = message.content
     if isinstance(content, list):
@@ -273,13 +274,13 @@ def _plain(index: int, message: Message) -> dict[str, Any]:
             if part.type != "text" or part.text is None:
                 raise ApiError("a part of a message must be a text: models read text alone",
                                param=f"messages[{index}].content[{i}].type")  # fmt: skip
-        content = "".join(part.text or "" for part in content)
+        content = "\n".join(part.text or "" for part in content)
     if content is None and message.role != "assistant":
         raise ApiError(f"a message of role {message.role} must have content, got none",
                        param=f"messages[{index}].content")  # fmt: skip
     found["content"] = content or ""
     if message.tool_calls:
-        found["tool_calls"] = [tool_calls.plain(call, index) for call in message.tool_calls]
+        found["tool_calls"] = [tool_calls.plain(call, index, i) for i, call in enumerate(message.tool_calls)]
     for name in ("name", "tool_call_id", "reasoning_content"):
         if getattr(message, name) is not None:
             found[name] = getattr(message, name)

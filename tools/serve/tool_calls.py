@@ -54,13 +54,13 @@ def _moved(schema: Any, place: str) -> Any:
         raise ApiError("a tool's parameters are nested too deeply; make them flatter", param="tools") from None
 
 
-def plain(call: ToolCall, index: int) -> dict[str, Any]:
-    """A call of an earlier turn as templates know them. index: of its message. Raises ApiError."""
+def plain(call: ToolCall, message: int, index: int) -> dict[str, Any]:
+    """A call of an earlier turn as templates know them. message, index: its place. Raises ApiError."""
     try:
         arguments = json.loads(call.function.arguments or "{}")
     except (ValueError, RecursionError):
-        raise ApiError("a call's arguments must be JSON",
-                       param=f"messages[{index}].tool_calls.function.arguments") from None  # fmt: skip
+        place = f"messages[{message}].tool_calls[{index}].function.arguments"
+        raise ApiError("a call's arguments must be JSON", param=place) from None
     return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
 
 

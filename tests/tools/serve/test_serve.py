@@ -168,10 +168,17 @@ def test_calls_of_tools(client: openai.OpenAI, http: httpx2.Client, choice: Any)
     call = found.message.tool_calls[0]
     assert call.function.name == "rain" and json.loads(call.function.arguments)["a"] in ("t", "he")
     deltas = [chunk.choices[0].delta for chunk in client.chat.completions.create(**asked, max_tokens=120, stream=True)]
-    told = [call for delta in deltas for call in delta.tool_calls or ()]
-    assert [c.function.arguments for c in told] == [call.function.arguments]
+    (name, arguments), first = [call for delta in deltas for call in delta.tool_calls or ()], deltas[0]
+    assert first.role == "assistant" and not any(delta.content for delta in deltas)
+    assert (name.index, name.id[:5], name.type, name.function.name) == (0, "call_", "function", "rain")
+    assert (arguments.index, arguments.id, arguments.function.name) == (0, None, None)
+    assert name.function.arguments + arguments.function.arguments == call.function.arguments
+    cut = client.chat.completions.create(**asked, max_tokens=3).choices[0]
+    assert (cut.finish_reason, cut.message.content, cut.message.tool_calls) == ("length", "", None)
     turn = [*USER, {"role": "assistant", "tool_calls": [call.model_dump()]}, {"role": "tool", "content": "wet"}]
+    turn[0] = {"role": "user", "content": [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]}
     prompt = http.post("/apply-template", json={"messages": turn, "tools": [WEATHER]}).json()["prompt"]
+    assert "user\none\ntwo<" in prompt
     assert prompt.startswith("rain ") and '"name": "rain"' in prompt and "wet" in prompt
 
 
