@@ -21,6 +21,7 @@ from starlette.routing import Route
 from graphrt.errors import GraphrtError
 from graphrt.tools.serve.errors import ApiError, of_runtime
 from graphrt.tools.serve.openapi import Endpoint, Served, description
+from graphrt.tools.serve.routes_native import NativeRoute
 from graphrt.tools.serve.routes_other import OtherRoutes
 from graphrt.tools.serve.routes_responses import ResponsesRoute
 from graphrt.tools.serve.routes_text import TextRoutes
@@ -34,6 +35,7 @@ from graphrt.tools.serve.schemas import (
     TemplateRequest,
     TokenizeRequest,
 )
+from graphrt.tools.serve.schemas_native import NativeRequest
 from graphrt.tools.serve.state import State, json_response
 
 log = logging.getLogger("graphrt.serve")
@@ -41,6 +43,11 @@ log = logging.getLogger("graphrt.serve")
 _PAGE = Path(__file__).with_name("page.html")
 #: The page talks to this server alone, and runs nothing but what is in it.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
+#: What is served without /v1 too, as llama-server has it, for clients that were given an address without it.
+_SHORT = {
+    f"/v1/{name}": f"/{name}"
+    for name in ("chat/completions", "responses", "embeddings", "models", "models/{name:path}")
+} | {"/completion": "/completions"}
 #: What anybody may ask for.
 PUBLIC = {"/", "/health", "/v1/health"}
 
@@ -60,7 +67,12 @@ def application(state: State, api_keys: Sequence[str] = (), on_ready: Callable[[
     served.append(Served("GET", "/openapi.json", openapi, "this description"))
     served.append(Served("GET", "/", page, "a page to chat with the model"))
     door = _Door(state, api_keys)
-    routes = [Route(each.path, door.guarded(each.path, each.endpoint), methods=[each.method]) for each in served]
+    routes = [
+        Route(path, door.guarded(each.path, each.endpoint), methods=[each.method])
+        for each in served
+        for path in (each.path, _SHORT.get(each.path))
+        if path is not None
+    ]
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -77,10 +89,11 @@ def application(state: State, api_keys: Sequence[str] = (), on_ready: Callable[[
 
 def routes_of(state: State) -> list[Served]:
     """What there is, but for its description."""
-    text, other, responses = TextRoutes(state), OtherRoutes(state), ResponsesRoute(state)
+    text, other, responses, native = TextRoutes(state), OtherRoutes(state), ResponsesRoute(state), NativeRoute(state)
     return [
         Served("POST", "/v1/chat/completions", text.chat, "an answer to a conversation", ChatRequest),
         Served("POST", "/v1/completions", text.completions, "texts after prompts", CompletionRequest),
+        Served("POST", "/completion", native.completion, "the same in llama-server's own form", NativeRequest),
         Served("POST", "/v1/responses", responses.responses, "an answer, in the newer form", ResponsesRequest),
         Served("POST", "/v1/embeddings", other.embeddings, "vectors of texts", EmbeddingsRequest),
         Served("GET", "/v1/models", other.models, "the model's names"),

@@ -11,7 +11,7 @@ UNUSED = frozenset(
         # OpenAI's: what is kept, billed or watched there
         *("store", "prompt_cache_retention", "verbosity"),
         # llama-server's: where and when a text is made, and what is told beside it
-        *("id_slot", "n_keep", "n_discard", "timings_per_token", "return_progress", "return_tokens"),
+        *("id_slot", "n_keep", "n_discard", "return_progress", "return_tokens"),
         *("speculative.n_min", "speculative.p_min", "speculative.type", "parse_tool_calls"),
         # vLLM's: the same, and how it makes a text follow a form
         *("priority", "request_id", "cache_salt", "include_reasoning", "spaces_between_special_tokens"),

@@ -72,7 +72,7 @@ class Chat:
     """An answer to a conversation."""
 
     def __init__(self, state: State, body: ChatRequest, texts: Sequence[Text], marks: Marks) -> None:
-        self.state, self.texts = state, texts
+        self.state, self.texts, self._timed = state, texts, bool(body.timings_per_token)
         tools = [] if body.tool_choice == "none" else body.tools or []
         one, must = body.parallel_tool_calls is False, body.tool_choice not in (None, "none", "auto")
         self._readers = [Reader(marks, tools, one_call=one, must_call=must) for _ in texts]
@@ -85,10 +85,11 @@ class Chat:
             assert event.piece is not None
             pieces[i].append(event.piece)
         choices = [self._choice(i, made) for i, made in enumerate(pieces)]
-        return self._head | {"choices": choices, "usage": self._usage()}
+        return self._head | {"choices": choices} | self._counts()
 
-    def _usage(self) -> dict[str, Any]:
-        return answers.usage(self.texts, sum(reader.n_reasoning for reader in self._readers))
+    def _counts(self) -> dict[str, Any]:
+        usage = answers.usage(self.texts, sum(reader.n_reasoning for reader in self._readers))
+        return {"usage": usage} | ({"timings": answers.timings(self.texts)} if self._timed else {})
 
     def _choice(self, i: int, pieces: Sequence[Piece]) -> dict[str, Any]:
         reader, said = self._readers[i], Said()
@@ -134,7 +135,7 @@ class Chat:
             yield encoded(error.body())
             return
         if usage:
-            yield encoded(head | {"choices": [], "usage": self._usage()})
+            yield encoded(head | {"choices": []} | self._counts())
 
     def _pieces(self, i: int, piece: Piece) -> list[dict[str, Any]]:
         reader = self._readers[i]
@@ -174,7 +175,7 @@ class Completion:
     """What comes after prompts, one text after the other."""
 
     def __init__(self, state: State, body: CompletionRequest, texts: Sequence[Text]) -> None:
-        self.state, self.texts = state, texts
+        self.state, self.texts, self._timed = state, texts, bool(body.timings_per_token)
         self._echo = [""] * len(texts)
         if body.echo:
             prompt = body.prompt
@@ -195,7 +196,7 @@ class Completion:
             self._choice(i, self._echo[i] + self._shown(made), self._told(made), made[-1].finish, prompt=self._scored)
             for i, made in enumerate(pieces)
         ]
-        return self._head | {"choices": choices, "usage": self._usage()}
+        return self._head | {"choices": choices} | self._counts()
 
     def _told(self, pieces: list[Piece]) -> list[Piece]:
         return [] if self._silent else pieces
@@ -203,9 +204,11 @@ class Completion:
     def _shown(self, pieces: list[Piece]) -> str:
         return "".join(piece.text for piece in self._told(pieces))
 
-    def _usage(self) -> dict[str, Any]:
-        found = answers.usage(self.texts)
-        return found | {"completion_tokens": 0, "total_tokens": found["prompt_tokens"]} if self._silent else found
+    def _counts(self) -> dict[str, Any]:
+        usage = answers.usage(self.texts)
+        if self._silent:
+            usage |= {"completion_tokens": 0, "total_tokens": usage["prompt_tokens"]}
+        return {"usage": usage} | ({"timings": answers.timings(self.texts)} if self._timed else {})
 
     def _choice(
         self, i: int, text: str, pieces: Sequence[Piece], finish: str, offset: int = 0, *, prompt: bool = False
@@ -246,4 +249,4 @@ class Completion:
             yield encoded(error.body())
             return
         if usage:
-            yield encoded(head | {"choices": [], "usage": self._usage()})
+            yield encoded(head | {"choices": []} | self._counts())

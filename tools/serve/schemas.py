@@ -18,7 +18,8 @@ MAX_TEXTS = 2048
 MAX_GUESSED = 32
 
 Seed = Annotated[int, Field(ge=-(1 << 63), lt=1 << 64)]
-Ids = Annotated[list[Annotated[int, Field(ge=0, le=INT32_MAX)]], Field(min_length=1)]
+Id = Annotated[int, Field(ge=0, le=INT32_MAX)]
+Ids = Annotated[list[Id], Field(min_length=1)]
 Guessed = Annotated[int, Field(ge=0, le=MAX_GUESSED)]
 Name = Annotated[str, Field(min_length=1, max_length=256)]
 #: Texts, as themselves or as token ids.
@@ -135,6 +136,7 @@ class Generating(Body):
     lora: Annotated[list[AdapterScale], Field(max_length=MAX_CHOICES)] | None = None
     min_keep: int | None = None
     n_predict: Annotated[int, Field(ge=-1, le=INT32_MAX)] | None = None
+    timings_per_token: bool | None = None
     # vLLM's
     stop_token_ids: Annotated[list[int], Field(max_length=MAX_STOPS)] | None = None
     repetition_penalty: float | None = None
@@ -322,7 +324,7 @@ class DetokenizeRequest(Body):
     """/detokenize"""
 
     model: str | None = None  # taken and not looked at
-    tokens: list[Annotated[int, Field(ge=0, le=INT32_MAX)]]
+    tokens: list[Id]
 
 
 class TemplateRequest(Body):

@@ -28,6 +28,7 @@ from graphrt.tools.serve.schemas import (
     NamedTool,
     Tool,
 )
+from graphrt.tools.serve.schemas_native import NativeRequest
 
 #: Fields of a request -> SamplerParams'.
 _SAMPLERS = {
@@ -80,6 +81,24 @@ class Maker:
         prompts = self.prompts(request.prompt)
         self._check_count(len(prompts) * (request.n or 1))
         return [text for ids in prompts for text in self._texts(request, ids, n, rules, key, scored)]
+
+    def native(self, request: NativeRequest, key: str) -> list[Text]:
+        """A text of each prompt, for as long as it goes on where no number of tokens is given. Raises ApiError."""
+        # of no tokens one is made, and isn't told: the cache has the prompt then
+        n = self._limit(-1 if request.asked is None else request.asked or 1)
+        rules = self._rules(request, n, request.n_probs or None)
+        self._check_count(len(request.prompts))
+        prompts = [self._ids(each) if isinstance(each, str) else self._mixed(each) for each in request.prompts]
+        return [text for ids in prompts for text in self._texts(request, ids, n, rules, key)]
+
+    def _mixed(self, parts: Sequence[int | str]) -> list[int]:
+        """Of texts and ids one after the other: what begins a text begins the first one alone."""
+        encode = self.model.tokenizer.encode
+        found: list[int] = []
+        for i, part in enumerate(parts):
+            add_bos = None if i == 0 else False
+            found += self._known([part]) if isinstance(part, int) else encode(part, add_bos, True)
+        return found
 
     def _check_count(self, n: int) -> None:
         if n > self.most_texts:
@@ -244,6 +263,11 @@ def tools_of(request: ChatRequest) -> tuple[list[Tool], str | None]:
             raise ApiError("tool_choice must name one of the tools", param="tool_choice.function.name")
         return tools, choice.function.name
     return tools, "" if choice == "required" else None
+
+
+def fields_of(params: SamplerParams) -> dict[str, Any]:
+    """Sampling parameters by the names of a request's fields."""
+    return {theirs: getattr(params, ours) for theirs, ours in _SAMPLERS.items()}
 
 
 def _never_ends(request: Generating, n: int) -> bool:

@@ -23,10 +23,10 @@ def client(served: Served) -> openai.OpenAI:
 
 
 def test_an_answer_is_the_chats(client: openai.OpenAI) -> None:
-    messages = [{"role": "system", "content": "be short"}, {"role": "user", "content": "hello the sea"}]
+    messages = [{"role": "system", "content": "be short"}, {"role": "user", "content": "hello\nthe sea"}]
     chat = client.chat.completions.create(model="tiny", messages=messages, max_completion_tokens=9)  # type: ignore[arg-type]
-    plain = client.responses.create(model="tiny", input="hello the sea", instructions="be short", max_output_tokens=9)
-    parts = [{"type": "input_text", "text": "hello "}, {"type": "input_text", "text": "the sea"}]
+    plain = client.responses.create(model="tiny", input="hello\nthe sea", instructions="be short", max_output_tokens=9)
+    parts = [{"type": "input_text", "text": "hello"}, {"type": "input_text", "text": "the sea"}]
     listed = client.responses.create(
         model="tiny", instructions="be short", input=[{"role": "user", "content": parts}], max_output_tokens=9
     )  # type: ignore[call-overload]
