@@ -32,11 +32,11 @@ from graphrt.tools.serve.schemas import (
     CompletionRequest,
     DetokenizeRequest,
     EmbeddingsRequest,
-    ResponsesRequest,
     TemplateRequest,
     TokenizeRequest,
 )
 from graphrt.tools.serve.schemas_native import NativeRequest
+from graphrt.tools.serve.schemas_responses import ResponsesRequest
 from graphrt.tools.serve.state import State, json_response
 
 log = logging.getLogger("graphrt.serve")

@@ -103,9 +103,9 @@ def watched(receive: Receive, leave: Callable[[], None]) -> Iterator[None]:
 
 
 class EventStream(Response):
-    """Server-sent events: "data:" and JSON texts. leave: called when the client goes, and in any case at the end. last:
-    data of the last event, "" for none; told: gets the seconds of each write to the socket. A client that reads slowly
-    is waited for.
+    """Server-sent events: "data:" and JSON texts, or lines of a named event's. leave: called when the client goes, and
+    in any case at the end. last: data of the last event, "" for none; told: gets the seconds of each write to the
+    socket. A client that reads slowly is waited for.
 
     Events that are there at once go out in one write: a loop that is late catches up, since a write to a socket costs
     it more than the making of an event."""
@@ -129,7 +129,8 @@ class EventStream(Response):
                 await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
                 out = _Held(scope.get(WRITE), self._told)
                 async for value in self._values:
-                    if not out.add(f"data: {value}\n\n".encode("utf-8", "replace")):
+                    event = value if value.startswith("event: ") else f"data: {value}"
+                    if not out.add(f"{event}\n\n".encode("utf-8", "replace")):
                         await _send(send, out.taken())
                 if self._last:
                     out.add(f"data: {self._last}\n\n".encode())

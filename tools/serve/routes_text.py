@@ -68,14 +68,19 @@ def _check(body: Generating) -> None:
         raise ApiError("stream_options is for streams: set stream to true, or leave it out", param="stream_options")
 
 
+def reader_of(body: ChatRequest, marks: Marks) -> Reader:
+    """What reads a text of an answer. marks: of what it thinks."""
+    tools = [] if body.tool_choice == "none" else body.tools or []
+    one, must = body.parallel_tool_calls is False, body.tool_choice not in (None, "none", "auto")
+    return Reader(marks, tools, one_call=one, must_call=must)
+
+
 class Chat:
     """An answer to a conversation."""
 
     def __init__(self, state: State, body: ChatRequest, texts: Sequence[Text], marks: Marks) -> None:
         self.state, self.texts, self._timed = state, texts, bool(body.timings_per_token)
-        tools = [] if body.tool_choice == "none" else body.tools or []
-        one, must = body.parallel_tool_calls is False, body.tool_choice not in (None, "none", "auto")
-        self._readers = [Reader(marks, tools, one_call=one, must_call=must) for _ in texts]
+        self._readers = [reader_of(body, marks) for _ in texts]
         self._head = answers.head("chat.completion", "chatcmpl", state.name, state.fingerprint)
 
     async def whole(self, inbox: asyncio.Queue[Event]) -> dict[str, Any]:

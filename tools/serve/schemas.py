@@ -248,58 +248,6 @@ class ChatRequest(Generating):
     safety_identifier: str | None = None
 
 
-class TextFormat(Body):
-    type: Literal["text", "json_object", "json_schema"]
-    name: str | None = None
-    description: str | None = None
-    schema_: dict[str, Any] | None = Field(None, alias="schema")
-    strict: bool | None = None
-
-
-class TextOptions(Body):
-    format: TextFormat | None = None
-
-
-class ReasoningOptions(Body):
-    effort: Annotated[str, Field(max_length=64)] | None = None
-    summary: str | None = None  # none is made
-
-
-class Item(BaseModel):
-    """Items of other types are refused by a sentence of their own."""
-
-    model_config = ConfigDict(extra="allow", strict=True)
-    type: str = "message"
-    role: Literal["system", "developer", "user", "assistant"] = "user"
-    content: str | Annotated[list[Part], Field(max_length=MAX_TEXTS)] | None = None
-
-
-class ResponsesRequest(Body):
-    """/v1/responses"""
-
-    model: str | None = None
-    input: str | Annotated[list[Item], Field(min_length=1, max_length=1 << 16)]
-    instructions: str | None = None
-    max_output_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
-    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
-    top_p: float | None = None
-    stream: bool | None = None
-    text: TextOptions | None = None
-    reasoning: ReasoningOptions | None = None
-    # taken and not looked at: nothing is stored, and no tools are called
-    tools: Annotated[list[Any], Field(max_length=0)] | None = None
-    tool_choice: Literal["none", "auto"] | None = None
-    include: list[Literal["reasoning.encrypted_content"]] | None = None
-    parallel_tool_calls: bool | None = None
-    truncation: Literal["disabled"] | None = None
-    store: bool | None = None
-    user: str | None = None
-    metadata: dict[str, str] | None = None
-    service_tier: Literal["auto", "default", "flex", "priority", "scale"] | None = None
-    prompt_cache_key: str | None = None
-    safety_identifier: str | None = None
-
-
 class EmbeddingsRequest(Body):
     """/v1/embeddings"""
 
