@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from graphrt.errors import SessionError
+from graphrt.models.closed_schema import closed
 from graphrt.models.gbnf import MAX_CHARS, to_lark
 from graphrt.models.recent import Recent
 from graphrt.models.tokenizer import Tokenizer
@@ -89,7 +90,8 @@ class GrammarVocab:
                 raise SessionError(f"a regex may have {MAX_CHARS} characters, got {len(text)}; make it smaller")
             made = source.grammar_from_regex(text)
         else:
-            made = source.grammar_from_json_schema(text, overrides={"whitespace_pattern": _SPACE})
+            narrow = json.dumps(closed(json.loads(text)))
+            made = source.grammar_from_json_schema(narrow, overrides={"whitespace_pattern": _SPACE})
         found: LLMatcher = source(self.tokens, made, log_level=0, limits=llguidance.LLParserLimits(**_LIMITS))
         if found.is_error():
             raise SessionError(f"a grammar must be one that can be followed; llguidance says {_said(found)}")

@@ -15,6 +15,8 @@ from graphrt.tools.serve.errors import ApiError
 from graphrt.tools.serve.schemas import Tool, ToolCall
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+#: What a tool takes that tells of no parameters.
+_NONE = {"type": "object", "additionalProperties": False}
 
 
 def schema_of(tools: Sequence[Tool], name: str | None, *, several: bool = False) -> dict[str, Any] | None:
@@ -35,7 +37,7 @@ def schema_of(tools: Sequence[Tool], name: str | None, *, several: bool = False)
     one = calls[0] if len(calls) == 1 else {"anyOf": calls}
     whole = {"anyOf": [one, {"type": "array", "items": one, "minItems": 1}]} if several else one
     # a tool's own references begin at its own schema
-    forms = {f"{i}": _moved(each.parameters or {"type": "object"}, f"#/$defs/{i}") for i, each in enumerate(wanted)}
+    forms = {f"{i}": _moved(each.parameters or _NONE, f"#/$defs/{i}") for i, each in enumerate(wanted)}
     return {**whole, "$defs": forms}
 
 
