@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import codecs
 import contextlib
 import json
 import time
@@ -49,6 +50,10 @@ class Chunks:
 async def body_of(request: Request, kind: type[B], most: int, seconds: float) -> B:
     """A request's body, of at most so many bytes, which are to come within so many seconds. Raises ApiError,
     ClientDisconnect."""
+    packed = request.headers.get("content-encoding", "identity")
+    if packed.lower() not in ("", "identity"):
+        raise ApiError(f"a body must come as it is, this one is {packed[:20]!r}; send it without Content-Encoding",
+                       status=415, headers={"accept-encoding": "identity"})  # fmt: skip
     try:
         data = await asyncio.wait_for(_read(request, most), seconds)
     except TimeoutError:
@@ -58,7 +63,7 @@ async def body_of(request: Request, kind: type[B], most: int, seconds: float) ->
             headers={"connection": "close"},
         ) from None
     try:
-        return kind.model_validate_json(data)
+        return kind.model_validate_json(data.removeprefix(codecs.BOM_UTF8))
     except ValidationError as error:
         raise of_validation(error) from None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from graphrt.tools.serve.schemas import (
     TokenizeRequest,
 )
 from graphrt.tools.serve.state import State, json_response
+from graphrt.tools.serve.texts import fields_of
 
 
 class OtherRoutes:
@@ -127,13 +129,15 @@ class OtherRoutes:
             for name, i in (("bos_token", tokenizer.bos_id), ("eos_token", tokenizer.eos_id))
         }
         defaults = state.maker.defaults if state.maker is not None else SamplerParams()
-        params = {name: getattr(defaults, name) for name in ("temp", "top_k", "top_p", "min_p", "seed")}
+        params = fields_of(defaults) | {"seed": defaults.seed}
         n_ctx = scheduler.most_tokens if scheduler is not None else model.network.hp.n_ctx_train
         return json_response(
             {
                 "default_generation_settings": {"n_ctx": n_ctx, "params": params},
                 "total_slots": scheduler.engine.n_seq if scheduler is not None else 0,
                 "model_alias": state.name,
+                "model_path": Path(model.file.paths[0]).name if model.file.paths else "",  # where it lies is not told
+                "modalities": {"vision": False, "audio": False},
                 "chat_template": model.file.metadata.get("tokenizer.chat_template", ""),
                 "build_info": f"graphrt {__version__}",
                 **ends,

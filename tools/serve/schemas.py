@@ -21,6 +21,7 @@ Seed = Annotated[int, Field(ge=-(1 << 63), lt=1 << 64)]
 Id = Annotated[int, Field(ge=0, le=INT32_MAX)]
 Ids = Annotated[list[Id], Field(min_length=1)]
 Guessed = Annotated[int, Field(ge=0, le=MAX_GUESSED)]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
 Name = Annotated[str, Field(min_length=1, max_length=256)]
 #: Texts, as themselves or as token ids.
 Prompts = str | Ids | Annotated[list[str | Ids], Field(min_length=1, max_length=MAX_TEXTS)]
@@ -103,8 +104,8 @@ class Generating(Body):
     stop: str | Annotated[list[str], Field(max_length=MAX_STOPS)] | None = None
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
     top_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
     logit_bias: Biases | None = None
     response_format: ResponseFormat | None = None
     # taken and not looked at
@@ -240,6 +241,8 @@ class ChatRequest(Generating):
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: Annotated[str, Field(max_length=64)] | None = None  # templates may read it
     reasoning_format: Literal["auto", "deepseek", "none"] | None = None
+    add_generation_prompt: bool | None = None  # vLLM's, as is the next one
+    continue_final_message: bool | None = None
     # taken and not looked at
     prediction: dict[str, Any] | None = None
     metadata: dict[str, str] | None = None

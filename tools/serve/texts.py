@@ -138,7 +138,14 @@ class Maker:
         more = dict(request.chat_template_kwargs or {})
         if request.reasoning_effort is not None:
             more.setdefault("reasoning_effort", request.reasoning_effort)
-        prompt = self.rendered(request.messages, wanted[0], more)
+        goes_on = bool(request.continue_final_message)
+        if goes_on and request.add_generation_prompt:
+            raise ApiError("a message goes on or a new one begins: give one of add_generation_prompt and "
+                           "continue_final_message", param="continue_final_message")  # fmt: skip
+        answers = not goes_on and request.add_generation_prompt is not False
+        prompt = self.rendered(request.messages, wanted[0], more, answers=answers)
+        if goes_on:
+            prompt = _open_end(prompt, request.messages[-1], len(request.messages) - 1)
         template = self.model.chat_template
         assert template is not None
         # a text that follows a grammar is an answer from its first token on
@@ -309,6 +316,16 @@ def _plain(index: int, message: Message) -> dict[str, Any]:
         if getattr(message, name) is not None:
             found[name] = getattr(message, name)
     return found
+
+
+def _open_end(prompt: str, last: Message, index: int) -> str:
+    """A prompt without what its template writes behind the last message, which goes on. Raises ApiError."""
+    said = _plain(index, last)["content"].strip()
+    at = prompt.rfind(said) if said else -1
+    if at < 0:
+        raise ApiError("the last message must have a text that the chat template writes as it is, to go on with",
+                       param=f"messages[{index}].content")  # fmt: skip
+    return prompt[: at + len(said)]
 
 
 def _too_long(error: SessionError, param: str) -> ApiError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import gzip
 import json
 import re
 import signal
@@ -222,6 +223,7 @@ def test_what_a_server_tells_of_itself(http: httpx2.Client, client: openai.OpenA
     assert [model.id for model in client.models.list()] == ["tiny"]
     assert client.models.retrieve("tiny").id == "tiny"
     props = http.get("/props").json()
+    assert props["model_path"] == "tiny.gguf" and props["default_generation_settings"]["params"]["temperature"] == 0
     assert props["total_slots"] == 6 and "im_start" in props["chat_template"]
     assert str(Path.home()) not in http.get("/props").text and "/tmp" not in http.get("/props").text
     assert [slot["is_processing"] for slot in http.get("/slots").json()] == [False] * 6
@@ -234,6 +236,7 @@ def test_what_a_server_tells_of_itself(http: httpx2.Client, client: openai.OpenA
 # ---- what is refused ----
 
 CHATS, TEXTS = "/v1/chat/completions", "/v1/completions"
+GOES_ON = {"continue_final_message": True}
 WRONG: list[tuple[str, Any, int, str | None]] = [
     (TEXTS, {}, 400, "prompt"),
     (TEXTS, {"prompt": TEXT, "max_tokens": "5"}, 400, "max_tokens"),
@@ -263,6 +266,10 @@ WRONG: list[tuple[str, Any, int, str | None]] = [
      400, "messages[0].content[0].type"),
     (CHATS, {"messages": USER, "top_logprobs": 2}, 400, "top_logprobs"),
     (CHATS, {"messages": USER, "n": 1000}, 400, "n"),
+    (CHATS, {"messages": USER, "presence_penalty": 2.1}, 400, "presence_penalty"),
+    (CHATS, {"messages": USER, "frequency_penalty": -2.1}, 400, "frequency_penalty"),
+    (CHATS, {"messages": USER, **GOES_ON, "add_generation_prompt": True}, 400, "continue_final_message"),
+    (CHATS, {"messages": [{"role": "assistant", "content": ""}], **GOES_ON}, 400, "messages[0].content"),
     (CHATS, {"messages": USER, "tool_choice": "required"}, 400, "tool_choice"),
     (CHATS, {"messages": USER, "functions": []}, 400, "functions"),
     (CHATS, {"messages": USER, "response_format": {"type": "json_schema"}}, 400, "response_format.json_schema.schema"),
@@ -292,6 +299,31 @@ def test_what_is_wrong_is_told_by_its_field(http: httpx2.Client) -> None:
 def test_bodies_that_are_no_request(http: httpx2.Client, body: bytes) -> None:
     answer = http.post(TEXTS, content=body)
     assert answer.status_code == 400 and answer.json()["error"]["message"]
+
+
+def test_bodies_as_they_come(http: httpx2.Client) -> None:
+    """In chunks, with a mark of their encoding, without a type, and none that is packed."""
+    body = json.dumps({"prompt": TEXT, "max_tokens": 2}).encode()
+    for given in (body, b"\xef\xbb\xbf" + body, (body[i : i + 3] for i in range(0, len(body), 3))):
+        assert http.post(TEXTS, content=given).status_code == 200
+    packed = http.post(TEXTS, content=gzip.compress(body), headers={"content-encoding": "gzip"})
+    assert packed.status_code == 415 and "Content-Encoding" in packed.json()["error"]["message"]
+    assert http.post(TEXTS, content=body, headers={"content-encoding": "identity"}).status_code == 200
+
+
+def test_a_message_goes_on(http: httpx2.Client) -> None:
+    """vLLM's names for what an answer begins with."""
+    begun = [*USER, {"role": "assistant", "content": "he is "}]
+    prompt = http.post("/apply-template", json={"messages": begun, "add_generation_prompt": False}).json()["prompt"]
+    text = prompt.removeprefix("<s>").partition("he is")[0] + "he is"
+    wanted = http.post("/completion", json={"prompt": text, "n_predict": 6})
+    for more in (GOES_ON, {**GOES_ON, "add_generation_prompt": False}):
+        found = http.post(CHATS, json={"messages": begun, "max_tokens": 6, **more}).json()
+        assert found["choices"][0]["message"]["content"] == wanted.json()["content"]
+        assert (
+            found["usage"]["prompt_tokens"]
+            < http.post(CHATS, json={"messages": begun, "max_tokens": 1}).json()["usage"]["prompt_tokens"]
+        )
 
 
 def test_pages_of_other_sites_are_refused(http: httpx2.Client) -> None:
