@@ -39,6 +39,12 @@ def usage(texts: Sequence[Text], reasoning: int = 0) -> dict[str, Any]:
     }
 
 
+def usage_so_far(texts: Sequence[Text], made: Sequence[int]) -> dict[str, int]:
+    """While texts are made: so many tokens of each are told."""
+    read = sum(len(text.prompt) for text in texts if text.leader is None)
+    return {"prompt_tokens": read, "completion_tokens": sum(made), "total_tokens": read + sum(made)}
+
+
 def timings(texts: Sequence[Text]) -> dict[str, Any]:
     """How long it took to read prompts and to make texts, by llama-server's names: of several from the first one's
     beginning to the last one's end. Nothing of what the cache had already is counted as read."""

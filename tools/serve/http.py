@@ -28,14 +28,15 @@ HERE = "\0"
 
 
 class Chunks:
-    """Pieces of a streamed answer as JSON texts. What all have in common is made once."""
+    """Pieces of a streamed answer as JSON texts. What all have in common is made once. usage: asked for each piece."""
 
-    def __init__(self, head: Mapping[str, Any]) -> None:
-        self._head = encoded(dict(head))[:-1]
+    def __init__(self, head: Mapping[str, Any], usage: Callable[[], Mapping[str, Any]] | None = None) -> None:
+        self._head, self._usage = encoded(dict(head))[:-1], usage
 
     def __call__(self, choice: Mapping[str, Any]) -> str:
         """A piece of one choice."""
-        return f'{self._head},"choices":[{encoded(choice)}]}}'
+        told = f',"usage":{encoded(self._usage())}' if self._usage is not None else ""
+        return f'{self._head},"choices":[{encoded(choice)}]{told}}}'
 
     def form(self, choice: Mapping[str, Any]) -> Callable[[str], str]:
         """Makes pieces that differ by one text, which stands where this choice has HERE."""

@@ -103,9 +103,17 @@ class OtherRoutes:
         return json_response(self._model(name))
 
     def _model(self, name: str) -> dict[str, Any]:
-        hp = self.state.embedder(name).model.network.hp
-        meta = {"n_vocab": hp.n_vocab, "n_ctx_train": hp.n_ctx_train, "n_embd": hp.n_embd, "arch": hp.arch}
-        return {"id": name, "object": "model", "created": self.state.created, "owned_by": "graphrt", "meta": meta}
+        hp, maker = self.state.embedder(name).model.network.hp, self.state.maker
+        most = hp.n_ctx_train if maker is None or name in self.state.embedders else maker.most
+        meta = {
+            "n_vocab": hp.n_vocab,
+            "n_ctx": most,
+            "n_ctx_train": hp.n_ctx_train,
+            "n_embd": hp.n_embd,
+            "arch": hp.arch,
+        }
+        about = {"created": self.state.created, "owned_by": "graphrt", "max_model_len": most}  # the last is vLLM's
+        return {"id": name, "object": "model", **about, "meta": meta}
 
     async def adapters(self, request: Request) -> Response:
         known = self.state.maker.adapters if self.state.maker is not None else None

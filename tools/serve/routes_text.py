@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
+from enum import Enum
 from typing import Any, TypeVar
 
 from starlette.requests import Request
@@ -15,7 +16,7 @@ from graphrt.tools.serve.errors import ApiError
 from graphrt.tools.serve.http import HERE, Chunks, EventStream, body_of, encoded, watched
 from graphrt.tools.serve.said import Marks, Reader, Said
 from graphrt.tools.serve.scheduler import Event, Text
-from graphrt.tools.serve.schemas import ChatRequest, CompletionRequest, Generating
+from graphrt.tools.serve.schemas import ChatRequest, CompletionRequest, Generating, StreamOptions
 from graphrt.tools.serve.state import State, events, json_response, key_of
 
 Asked = TypeVar("Asked", ChatRequest, CompletionRequest)
@@ -54,13 +55,25 @@ class TextRoutes:
             self.state.worker.cancel(texts)
 
         if body.stream:
-            wanted = body.stream_options is not None and bool(body.stream_options.include_usage)
-            return EventStream(answer.stream(inbox, usage=wanted), leave, told=self.state.metrics.writes.add)
+            usage = Usage.of(body.stream_options)
+            return EventStream(answer.stream(inbox, usage), leave, told=self.state.metrics.writes.add)
         try:
             with watched(request.receive, leave):
                 return json_response(await answer.whole(inbox))
         finally:
             leave()
+
+
+class Usage(Enum):
+    """What a stream tells of it: nothing, all at its end, or with each piece what there is so far too."""
+
+    NONE, LAST, EACH = range(3)
+
+    @classmethod
+    def of(cls, options: StreamOptions | None) -> Usage:
+        if options is None or not options.include_usage:
+            return cls.NONE
+        return cls.EACH if options.continuous_usage_stats else cls.LAST
 
 
 def _check(body: Generating) -> None:
@@ -114,10 +127,11 @@ class Chat:
             "finish_reason": "tool_calls" if calls else answers.FINISH[pieces[-1].finish],
         }
 
-    async def stream(self, inbox: asyncio.Queue[Event], *, usage: bool) -> AsyncIterator[str]:
+    async def stream(self, inbox: asyncio.Queue[Event], usage: Usage) -> AsyncIterator[str]:
         """Piece by piece."""
-        head = self._head | {"object": "chat.completion.chunk"} | ({"usage": None} if usage else {})
-        chunk = Chunks(head)
+        head = self._head | {"object": "chat.completion.chunk"} | ({"usage": None} if usage is Usage.LAST else {})
+        made = [0] * len(self.texts)
+        chunk = Chunks(head, (lambda: answers.usage_so_far(self.texts, made)) if usage is Usage.EACH else None)
         for i in range(len(self.texts)):
             yield chunk(_delta(i, {"role": "assistant", "content": ""}))
         plain = [
@@ -127,7 +141,8 @@ class Chat:
         try:
             async for i, event in events(self.texts, inbox):
                 assert event.piece is not None
-                if not event.piece.finish and event.piece.logprobs is None:
+                made[i] += 1
+                if not event.piece.finish and event.piece.logprobs is None and usage is not Usage.EACH:
                     said = self._readers[i].push(event.piece.text)
                     if said.reasoning and said.content:
                         yield chunk(_delta(i, _said(said)))
@@ -139,7 +154,7 @@ class Chat:
         except ApiError as error:
             yield encoded(error.body())
             return
-        if usage:
+        if usage is not Usage.NONE:
             yield encoded(head | {"choices": []} | self._counts())
 
     def _pieces(self, i: int, piece: Piece) -> list[dict[str, Any]]:
@@ -223,10 +238,11 @@ class Completion:
         logprobs = answers.completion_logprobs(pieces, self.state.model.tokenizer, offset, said)
         return {"index": i, "text": text, "logprobs": logprobs, "finish_reason": answers.FINISH.get(finish)}
 
-    async def stream(self, inbox: asyncio.Queue[Event], *, usage: bool) -> AsyncIterator[str]:
+    async def stream(self, inbox: asyncio.Queue[Event], usage: Usage) -> AsyncIterator[str]:
         """Piece by piece."""
-        head = self._head | ({"usage": None} if usage else {})
-        offsets, chunk = [len(text) for text in self._echo], Chunks(head)
+        head = self._head | ({"usage": None} if usage is Usage.LAST else {})
+        offsets, made = [len(text) for text in self._echo], [0] * len(self.texts)
+        chunk = Chunks(head, (lambda: answers.usage_so_far(self.texts, made)) if usage is Usage.EACH else None)
         for i, text in enumerate(self._echo):
             if text and not self._scored:
                 yield chunk(self._choice(i, text, [], ""))
@@ -236,16 +252,17 @@ class Completion:
             async for i, event in events(self.texts, inbox):
                 piece = event.piece
                 assert piece is not None
+                made[i] += not self._silent
                 if self._scored and i not in begun:
                     begun.add(i)
                     offsets[i] = answers.length(event.text.prompt, self.state.model.tokenizer)
                     yield chunk(self._choice(i, self._echo[i], [], "", prompt=True))
-                if piece.logprobs is None and not piece.finish and not self._silent:
+                if piece.logprobs is None and not piece.finish and not self._silent and usage is not Usage.EACH:
                     if piece.text:
                         yield plain[i](piece.text)
                     continue
-                made = self._told([piece])
-                choice = self._choice(i, self._shown(made), made, piece.finish, offsets[i])
+                shown = self._told([piece])
+                choice = self._choice(i, self._shown(shown), shown, piece.finish, offsets[i])
                 told = choice["logprobs"]
                 offsets[i] += sum(map(len, told["tokens"])) if told else 0
                 if piece.text or piece.finish or told:
@@ -253,5 +270,5 @@ class Completion:
         except ApiError as error:
             yield encoded(error.body())
             return
-        if usage:
+        if usage is not Usage.NONE:
             yield encoded(head | {"choices": []} | self._counts())

@@ -56,7 +56,7 @@ class Loose(BaseModel):
 class StreamOptions(Body):
     include_usage: bool | None = None
     include_obfuscation: bool | None = None  # a defence against who reads lengths of packets; none is made here
-    continuous_usage_stats: Literal[False] | None = None  # vLLM's
+    continuous_usage_stats: bool | None = None  # vLLM's: with each piece what there is so far
 
 
 class JsonSchema(Body):

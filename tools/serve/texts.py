@@ -70,7 +70,7 @@ class Maker:
     def completion(self, request: CompletionRequest, key: str) -> list[Text]:
         """n texts of each prompt, one prompt after the other. Raises ApiError."""
         for name in ("suffix", "best_of"):
-            if getattr(request, name) not in (None, request.n if name == "best_of" else ""):
+            if getattr(request, name) not in (None, request.n or 1 if name == "best_of" else ""):
                 raise ApiError(f"{name} is not here; leave it out", param=name)
         if request.asked == 0 and not request.echo:
             raise ApiError("max_tokens may be 0 where echo tells the prompt; ask for 1 or more", param="max_tokens")
@@ -129,7 +129,7 @@ class Maker:
         n = self._limit(request.max_completion_tokens or (-1 if request.asked is None else request.asked))
         if n == 0:
             raise ApiError("n_predict must be at least 1, or -1 for no limit, got 0", param="n_predict")
-        if request.top_logprobs is not None and not request.logprobs:
+        if request.top_logprobs and not request.logprobs:
             raise ApiError("top_logprobs needs logprobs: true; give both", param="top_logprobs")
         best = (request.top_logprobs or 0) if request.logprobs else None
         several = bool(request.parallel_tool_calls)

@@ -37,6 +37,7 @@ UNUSED: list[dict[str, Any]] = [
     {"store": True, "verbosity": "low", "prompt_cache_retention": "24h"},
     {"id_slot": -1, "n_keep": 0, "timings_per_token": True, "return_progress": True},
     {"priority": 0, "skip_special_tokens": True, "use_beam_search": False, "length_penalty": 1.0},
+    {"top_logprobs": 0},
     {"messages": [{**USER[0], "cache_control": {"type": "ephemeral"}}]},
 ]
 WRONG: list[tuple[dict[str, Any], str]] = [
@@ -56,7 +57,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"logit_bias": [[5, "a"]]}, "logit_bias"),
     ({"logit_bias": [[1.5, 1]]}, "logit_bias"),
     ({"logit_bias": [[99999, 1]]}, "logit_bias"),
-    ({"stream": True, "stream_options": {"continuous_usage_stats": True}}, "stream_options.continuous_usage_stats"),
+    ({"stream": True, "stream_options": {"nothing": True}}, "stream_options.nothing"),
 ]
 
 
@@ -150,3 +151,22 @@ def test_what_other_servers_say_may_come_back(http: httpx2.Client) -> None:
     ]  # fmt: skip
     prompt = http.post("/apply-template", json={"messages": talk}).json()["prompt"]
     assert '"name": "rain"' in prompt and "wet" in prompt
+
+
+@pytest.mark.parametrize("path", [CHATS, TEXTS])
+def test_usage_with_each_piece(http: httpx2.Client, path: str) -> None:
+    body: dict[str, Any] = {"prompt": TEXT} if path == TEXTS else {"messages": USER}
+
+    def told(**options: bool) -> list[Any]:
+        asked = {**body, "n": 2, "max_tokens": 5, "best_of": 2} if path == TEXTS else {**body, "n": 2, "max_tokens": 5}
+        lines = http.post(path, json={**asked, "stream": True, "stream_options": options}).text.split("\n\n")
+        return [json.loads(line.removeprefix("data: ")) for line in lines if line and "[DONE]" not in line]
+
+    *going, last = told(include_usage=True, continuous_usage_stats=True)
+    counts = [each["usage"]["completion_tokens"] for each in going]
+    assert counts == sorted(counts) and counts[-1] == last["usage"]["completion_tokens"] == 10 and last["choices"] == []
+    assert {each["usage"]["prompt_tokens"] for each in going} == {last["usage"]["prompt_tokens"]}
+    assert all(each["choices"] for each in going) and len(set(counts)) > 5
+    assert all("usage" not in each for each in told(include_usage=False, continuous_usage_stats=True))
+    plain = told(include_usage=True)
+    assert [each["usage"] for each in plain[:-1]] == [None] * (len(plain) - 1)

@@ -222,6 +222,7 @@ def test_what_a_server_tells_of_itself(http: httpx2.Client, client: openai.OpenA
     assert http.get("/health").json() == {"status": "ok"}
     assert [model.id for model in client.models.list()] == ["tiny"]
     assert client.models.retrieve("tiny").id == "tiny"
+    assert http.get("/v1/models/tiny").json()["max_model_len"] == 4096
     props = http.get("/props").json()
     assert props["model_path"] == "tiny.gguf" and props["default_generation_settings"]["params"]["temperature"] == 0
     assert props["total_slots"] == 6 and "im_start" in props["chat_template"]
