@@ -51,6 +51,9 @@ _LIMITS = {
 #: of them small models write spaces without end.
 _SPACE = r"( |\n[ \t]{0,20})"
 
+#: One of several schemas (oneOf) is any of them: mostly they differ in a constant, and no text fits two.
+_JSON = {"whitespace_pattern": _SPACE, "coerce_one_of": True}
+
 
 class GrammarVocab:
     """A vocabulary as llguidance reads it; made once a model. Raises SessionError where llguidance is missing, or the
@@ -91,7 +94,7 @@ class GrammarVocab:
             made = source.grammar_from_regex(text)
         else:
             narrow = json.dumps(closed(json.loads(text)))
-            made = source.grammar_from_json_schema(narrow, overrides={"whitespace_pattern": _SPACE})
+            made = source.grammar_from_json_schema(narrow, overrides=_JSON)
         found: LLMatcher = source(self.tokens, made, log_level=0, limits=llguidance.LLParserLimits(**_LIMITS))
         if found.is_error():
             raise SessionError(f"a grammar must be one that can be followed; llguidance says {_said(found)}")

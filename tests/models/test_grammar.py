@@ -180,6 +180,7 @@ OBJECTS: list[tuple[dict[str, Any], list[str], list[str]]] = [
     ({"type": "object"}, ["{}", A, TWO], []),
     (NESTED, [f"[{A}]", "[]"], [f"[{TWO}]", f"[{A},{TWO}]"]),
     ({"properties": {"x": OPEN}, "additionalProperties": True}, [f'{{"x":{A},"y":1}}'], [f'{{"x":{TWO}}}']),
+    ({"oneOf": [OPEN, {"type": "integer"}]}, [A, "7"], [TWO, '"7"']),
     # closed, nothing would fit these
     ({"allOf": [OPEN, {"properties": {"b": {}}, "required": ["b"]}]}, [TWO], []),
     (OPEN | {"anyOf": [{"properties": {"b": {}}, "required": ["b"]}]}, [TWO], []),

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from graphrt.tools.serve.errors import ApiError
+from graphrt.tools.serve.loose_schema import loose
 from graphrt.tools.serve.schemas import Generating, ResponseFormat
 
 _SPECIAL = frozenset("\\.+*?()|[]{}^$#&-~/")
@@ -39,7 +40,7 @@ def _forms(request: Generating) -> Iterator[Form]:
     if format_ is not None and format_.type != "text":
         yield Form("response_format", schema=_of_format(format_))
     if request.json_schema is not None:
-        yield Form("json_schema", schema=request.json_schema)
+        yield Form("json_schema", schema=loose(request.json_schema))
     for name in ("grammar", "guided_grammar"):
         if getattr(request, name) is not None:
             yield Form(name, grammar=getattr(request, name))
@@ -68,25 +69,25 @@ def _forms(request: Generating) -> Iterator[Form]:
 
 def _of_format(given: ResponseFormat) -> dict[str, Any]:
     if given.type == "json_object":
-        return given.schema_ or _OBJECT
+        return loose(given.schema_) if given.schema_ else _OBJECT
     schema = given.json_schema.schema_ if given.json_schema is not None else None
     if schema is None:
         raise ApiError("a response_format of json_schema must have a schema, got none; give one",
                        param="response_format.json_schema.schema")  # fmt: skip
-    return schema
+    return schema if given.json_schema is not None and given.json_schema.strict else loose(schema)
 
 
 def _schema(given: str | dict[str, Any], place: str) -> dict[str, Any]:
     """A schema that may be given as a text. Raises ApiError."""
     if isinstance(given, dict):
-        return given
+        return loose(given)
     try:
         read = json.loads(given)
     except (ValueError, RecursionError):
         read = None
     if not isinstance(read, dict):
         raise ApiError(f"{place} must be a JSON schema, or its text, got a text that is no JSON object", param=place)
-    return read
+    return loose(read)
 
 
 def one_of(texts: Sequence[str]) -> str:

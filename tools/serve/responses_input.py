@@ -53,7 +53,7 @@ def _format(body: ResponsesRequest) -> ResponseFormat | None:
         return None
     if form.type == "json_schema" and form.schema_ is None:
         raise ApiError("a format of json_schema must have a schema, got none; give one", param="text.format.schema")
-    schema = JsonSchema(schema=form.schema_) if form.type == "json_schema" else None
+    schema = JsonSchema(schema=form.schema_, strict=form.strict) if form.type == "json_schema" else None
     return ResponseFormat(type=form.type, json_schema=schema, schema=None)
 
 

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from graphrt.tools.serve.errors import ApiError
+from graphrt.tools.serve.loose_schema import loose
 from graphrt.tools.serve.schemas import Tool, ToolCall
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
@@ -21,7 +22,7 @@ _NONE = {"type": "object", "additionalProperties": False}
 
 def schema_of(tools: Sequence[Tool], name: str | None, *, several: bool = False) -> dict[str, Any] | None:
     """What a text must be that is a call of the tool of that name, "" for any; None where it need not be one. several:
-    or a list of calls."""
+    or a list of calls. Of tools that aren't strict what can't be followed is left out."""
     if name is None:
         return None
     wanted = [tool.function for tool in tools if name in ("", tool.function.name)]
@@ -38,7 +39,8 @@ def schema_of(tools: Sequence[Tool], name: str | None, *, several: bool = False)
     whole = {"anyOf": [one, {"type": "array", "items": one, "minItems": 1}]} if several else one
     # a tool's own references begin at its own schema
     forms = {f"{i}": _moved(each.parameters or _NONE, f"#/$defs/{i}") for i, each in enumerate(wanted)}
-    return {**whole, "$defs": forms}
+    found = {**whole, "$defs": forms}
+    return found if all(each.strict for each in wanted) else loose(found)
 
 
 def _moved(schema: Any, place: str) -> Any:

@@ -14,6 +14,7 @@ from support.served import Served
 
 from graphrt.tools.serve.foreign_fields import is_taken
 from graphrt.tools.serve.forms import one_of
+from graphrt.tools.serve.loose_schema import loose
 
 TEXT = "hello the sea"
 USER = [{"role": "user", "content": TEXT}]
@@ -138,6 +139,44 @@ def test_a_choice_is_these_texts_and_no_other() -> None:
     pattern = one_of(texts)
     assert all(re.fullmatch(pattern, text) for text in texts)
     assert not any(re.fullmatch(pattern, text) for text in ("aXb", "c", "d", "", "a.b[c]"))
+
+
+#: What llguidance can't follow, as libraries write it.
+HARD: list[dict[str, Any]] = [
+    {"type": "array", "items": {"enum": ["t"]}, "maxItems": 2, "uniqueItems": True},
+    {"enum": ["t"], "format": "uint32"}, {"enum": ["t"], "not": {"const": "a"}},
+    {"type": "integer", "minimum": -(2**63), "maximum": 7},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("hard", HARD, ids=range(len(HARD)))
+def test_what_of_a_schema_can_not_be_followed(http: httpx2.Client, hard: dict[str, Any]) -> None:
+    """It is left out, unless a request is strict."""
+    schema = {"type": "object", "properties": {"a": hard}, "required": ["a"]}
+    tool = {"type": "function", "function": {"name": "rain", "parameters": schema}}
+    bodies: list[dict[str, Any]] = [
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}},
+        {"response_format": {"type": "json_object", "schema": schema}},
+        {"json_schema": schema}, {"guided_json": json.dumps(schema)}, {"tools": [tool], "tool_choice": "required"},
+    ]  # fmt: skip
+    for body in bodies:
+        answer = http.post(CHATS, json={"messages": USER, "max_tokens": 90, **body})
+        assert answer.status_code == 200, (body, answer.text)
+    strict_tool = {"type": "function", "function": {"name": "rain", "parameters": schema, "strict": True}}
+    form, strict = {"type": "json_schema"}, {"name": "x", "schema": schema, "strict": True}
+    for path, body in (
+        (CHATS, {"response_format": {**form, "json_schema": strict}, "messages": USER}),
+        (CHATS, {"tools": [strict_tool], "tool_choice": "required", "messages": USER}),
+        ("/v1/responses", {"text": {"format": {**form, **strict}}, "input": TEXT}),
+    ):
+        assert http.post(path, json=body).status_code == 400, body
+
+
+def test_a_deep_schema_is_refused(http: httpx2.Client) -> None:
+    deep = '{"items":' * 900 + "{}" + "}" * 900
+    assert http.post(CHATS, json={"messages": USER, "guided_json": deep}).status_code == 400
+    value = {"const": {"minimum": 2**60}, "maximum": 2**60, "minimum": 5}
+    assert loose(value) == {"const": {"minimum": 2**60}, "minimum": 5, "x-guidance": {"lenient": True}}
 
 
 def test_what_other_servers_say_may_come_back(http: httpx2.Client) -> None:
