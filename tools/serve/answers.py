@@ -90,15 +90,15 @@ def chat_logprobs(pieces: Sequence[Piece], tokenizer: Tokenizer) -> dict[str, An
 def completion_logprobs(
     pieces: Sequence[Piece], tokenizer: Tokenizer, offset: int = 0, prompt: Text | None = None
 ) -> dict[str, Any] | None:
-    """The same in the older form of completions. offset: characters before the first one; prompt: a text whose prompt's
-    come first. Nobody chose the first of its tokens."""
+    """The same in the older form of completions. offset: characters before the first one, -1 for a space that it has
+    and the text has not; prompt: a text whose prompt's come first. Nobody chose the first of its tokens."""
     told = [(piece.token, piece.logprobs) for piece in pieces if piece.logprobs and piece.finish != "eog"]
     found: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
     read = [*zip(prompt.prompt, [None, *prompt.scores])] if prompt is not None else []
     for i, (token, logprobs) in enumerate([*read, *told]):
         text = _text(tokenizer, token)
         found["tokens"].append(text)
-        found["text_offset"].append(offset)
+        found["text_offset"].append(max(0, offset))
         offset += len(text) if i >= len(read) else length([token], tokenizer)
         if logprobs is None:
             found["token_logprobs"].append(None)

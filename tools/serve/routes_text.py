@@ -235,6 +235,8 @@ class Completion:
     ) -> dict[str, Any]:
         """prompt: its log-probabilities come first."""
         said = (self.texts[i].leader or self.texts[i]) if prompt else None
+        if said is not None:
+            offset = len(self._echo[i]) - answers.length(said.prompt, self.state.model.tokenizer)
         logprobs = answers.completion_logprobs(pieces, self.state.model.tokenizer, offset, said)
         return {"index": i, "text": text, "logprobs": logprobs, "finish_reason": answers.FINISH.get(finish)}
 
@@ -255,7 +257,6 @@ class Completion:
                 made[i] += not self._silent
                 if self._scored and i not in begun:
                     begun.add(i)
-                    offsets[i] = answers.length(event.text.prompt, self.state.model.tokenizer)
                     yield chunk(self._choice(i, self._echo[i], [], "", prompt=True))
                 if piece.logprobs is None and not piece.finish and not self._silent and usage is not Usage.EACH:
                     if piece.text:

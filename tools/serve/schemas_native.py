@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
 from graphrt.models.key_reader import INT32_MAX
 from graphrt.tools.serve.schemas import MAX_CHOICES, MAX_TEXTS, MAX_TOP_LOGPROBS, Body, Generating, Id
@@ -21,8 +21,12 @@ class NativeRequest(Generating):
     """/completion. is_list: it has several prompts; prompts: each a text, or texts and ids one after the other; stops:
     the texts that end one."""
 
+    # llama-server takes what it does not know, and its clients send samplers of every other server too
+    model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False)
+
     prompt: str | NativePrompt | Annotated[list[Id | str | Mixed | NativePrompt], Field(min_length=1)]
     n_probs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    post_sampling_probs: Literal[False] | None = None
     return_tokens: bool | None = None
     response_fields: Annotated[list[str], Field(max_length=MAX_CHOICES)] | None = None
     max_tokens: Annotated[int, Field(ge=-1, le=INT32_MAX)] | None = None

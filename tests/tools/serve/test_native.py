@@ -90,6 +90,7 @@ def test_prompts_of_every_kind(http: httpx2.Client) -> None:
 
 
 def test_what_is_chosen_of_an_answer(http: httpx2.Client) -> None:
+    assert made(http, rep_pen_range=5, samplers=["top_k"], nothing=1)["content"] == made(http)["content"]
     found = made(http, response_fields=["content", "generation_settings/n_predict", "nothing/at/all"])
     assert found == {"content": made(http)["content"], "generation_settings/n_predict": 6}
 

@@ -147,6 +147,13 @@ def test_log_probabilities_of_prompts(http: httpx2.Client, client: openai.OpenAI
         assert texts[i] == choice.text and told[i] == [*zip(*choice.logprobs.__dict__.values())]
         assert choice.logprobs.token_logprobs[: len(ids)] == found.token_logprobs
         assert len(choice.logprobs.token_logprobs) == len(ids) + 3
+    # where each token stands in the text, which has not the space that a prompt's first word begins with
+    one = http.post(
+        TEXTS, json={"prompt": TEXT, "echo": True, "max_tokens": 4, "logprobs": 0, "temperature": 0}
+    ).json()["choices"][0]
+    tokens, offsets = one["logprobs"]["tokens"], one["logprobs"]["text_offset"]
+    assert [one["text"][at : at + len(token)] for at, token in zip(offsets[2:], tokens[2:])] == tokens[2:]
+    assert offsets[:2] == [0, 0] and tokens[:2] == ["<s>", " hello"]
     silent = http.post(TEXTS, json={"prompt": TEXT, "echo": True, "max_tokens": 0}).json()
     assert silent["choices"][0]["text"] == TEXT and silent["usage"]["completion_tokens"] == 0
 
