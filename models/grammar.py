@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from graphrt.errors import SessionError
+from graphrt.models.closed_schema import closed
 from graphrt.models.gbnf import MAX_CHARS, to_lark
 from graphrt.models.recent import Recent
 from graphrt.models.tokenizer import Tokenizer
@@ -46,6 +47,9 @@ _LIMITS = {
 #: Between the signs of JSON, as llama.cpp has it: nothing, a space, or a new line and up to 20 spaces. With any number
 #: of them small models write spaces without end.
 _SPACE = r"( |\n[ \t]{0,20})"
+
+#: One of several schemas (oneOf) is any of them: mostly they differ in a constant, and no text fits two.
+_JSON = {"whitespace_pattern": _SPACE, "coerce_one_of": True}
 
 
 class GrammarVocab:
@@ -86,7 +90,8 @@ class GrammarVocab:
                 raise SessionError(f"a regex may have {MAX_CHARS} characters, got {len(text)}; make it smaller")
             made = source.grammar_from_regex(text)
         else:
-            made = source.grammar_from_json_schema(text, overrides={"whitespace_pattern": _SPACE})
+            narrow = json.dumps(closed(json.loads(text)))
+            made = source.grammar_from_json_schema(narrow, overrides=_JSON)
         found: LLMatcher = source(self.tokens, made, log_level=0, limits=llguidance.LLParserLimits(**_LIMITS))
         if found.is_error():
             raise SessionError(f"a grammar must be one that can be followed; llguidance says {_said(found)}")

@@ -64,7 +64,7 @@ _ROWS: dict[tuple[str, ...], Foreign] = {
     ("--no-mmap", "--mmap", "-dio", "--direct-io", "--no-host"): _idle(_MAPPED),
     ("-nkvo", "--no-kv-offload", "-kvo", "--kv-offload"): _idle("a cache lies where its attention runs"),
     ("--no-op-offload", "--op-offload", "--no-repack", "-nr"): _idle(_ONE_PLACE),
-    ("--swa-full", "--kv-unified", "-kvu", "--cont-batching", "-cb", "-nocb"): _idle("caches have one form"),
+    ("--swa-full", "--kv-unified", "-kvu", "--cont-batching", "-cb"): _idle("caches have one form"),
     ("-dt", "--defrag-thold"): _idle("caches need no defragmenting", 1),
     ("--no-warmup", "--warmup", "--no-perf", "--perf", "--simple-io", "-co", "--color", "--show-timings"): _idle(_LOG),
     ("--log-disable", "--log-colors", "--log-prefix", "--log-timestamps", "--no-display-prompt"): _idle(_LOG),
@@ -89,6 +89,28 @@ _ROWS: dict[tuple[str, ...], Foreign] = {
     ("-hff", "--hf-file"): _instead("give hf:OWNER/REPO/FILE as the model", 1),
     ("-mm", "--mmproj", "--image", "--audio"): _instead("models read text alone", 1),
     ("--list-devices",): _instead("`graphrt devices` lists them"),
+    # of llama-server
+    ("--metrics", "--slots", "--props", "--no-slots"): _idle("`graphrt serve` has these routes, which tell no texts"),
+    ("--embedding", "--embeddings"): _idle("`graphrt serve` gives vectors beside texts; --pooling says how"),
+    ("--no-webui", "--no-ui", "--offline"): _idle("the page is one file, and nothing is fetched for it"),
+    ("-nocb", "--no-cont-batching"): _idle("requests are always made in batches; -np 1 makes one at a time"),
+    ("--threads-http", "-tbd", "--threads-batch-draft", "--prio-batch", "--poll-batch"): _idle(_THREADS, 1),
+    ("--cache-prompt", "--no-cache-prompt"): _idle(
+        "what prompts have in common is read once; --deterministic reads all"
+    ),
+    ("--cache-reuse", "--cache-ram", "-cram"): _idle("what prompts begin with is kept while pages are free", 1),
+    ("--no-context-shift",): _idle("a text ends where its context is full"),
+    ("--context-shift", "--keep"): _instead("a text ends where its context is full; -c N makes it larger"),
+    ("--draft-min", "--draft-n-min", "--draft-p-min", "--spec-draft-n-min", "--spec-draft-p-min"): _idle(
+        "guesses are left out where they cost more than they give", 1
+    ),
+    ("--draft-n-max", "--spec-draft-n-max"): Foreign("", 1, ours="--draft-max"),
+    ("-v", "--verbose", "--log-verbose"): _idle(_LOG),
+    ("--reasoning-format", "--reasoning-budget"): _instead(
+        "a request says reasoning_format, or what its template reads", 1
+    ),
+    ("--slot-save-path",): _instead("--prompt-cache FILE keeps what prompts begin with", 1),
+    ("--ssl-key-file", "--ssl-cert-file", "--api-prefix", "--path"): _instead("a proxy in front has that", 1),
     ("--host", "--port"): _instead("`graphrt serve` is the server, and has it", 1),
     ("--embd-normalize",): _instead("vectors have length 1 unless --no-normalize is given", 1),
     ("--embd-output-format",): _instead("--json gives one JSON object, -o F.npy an array", 1),

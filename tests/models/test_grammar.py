@@ -20,6 +20,7 @@ from support.tiny import bpe, spm
 
 import graphrt
 from graphrt.errors import GraphrtError, SessionError
+from graphrt.models.closed_schema import closed
 from graphrt.models.gbnf import MAX_CHARS, MAX_DEPTH, MAX_RULES, MAX_SYMBOLS, to_lark
 from graphrt.models.grammar import KEPT_GRAMMARS, MAX_REFS, GrammarMatcher, GrammarVocab, masks_of
 from graphrt.models.sampling_device import Drawn, SampleTables
@@ -166,6 +167,39 @@ def test_spaces_in_json_end(plain: GrammarVocab) -> None:
     """As in llama.cpp: a small model would write them for ever."""
     assert follow(plain.matcher(None, PERSON), plain, '{ "name": "a", "age": 1 }')
     assert not follow(plain.matcher(None, PERSON), plain, '{  "name": "a", "age": 1}')
+
+
+OPEN = {"type": "object", "properties": {"a": {"type": "integer"}}}
+NESTED = {"type": "array", "items": {"anyOf": [OPEN, {"$ref": "#/$defs/b"}]}, "$defs": {"b": OPEN}}
+A, TWO = '{"a":1}', '{"a":1,"b":2}'
+#: A schema, JSON that may be written, and JSON that fits it too and is nevertheless not written.
+OBJECTS: list[tuple[dict[str, Any], list[str], list[str]]] = [
+    (OPEN, ["{}", A], [TWO, '{"b":2}']),
+    (OPEN | {"additionalProperties": True}, ["{}", A, TWO], []),
+    (OPEN | {"patternProperties": {"b": {}}}, ["{}", A, TWO], []),
+    ({"type": "object"}, ["{}", A, TWO], []),
+    (NESTED, [f"[{A}]", "[]"], [f"[{TWO}]", f"[{A},{TWO}]"]),
+    ({"properties": {"x": OPEN}, "additionalProperties": True}, [f'{{"x":{A},"y":1}}'], [f'{{"x":{TWO}}}']),
+    ({"oneOf": [OPEN, {"type": "integer"}]}, [A, "7"], [TWO, '"7"']),
+    # closed, nothing would fit these
+    ({"allOf": [OPEN, {"properties": {"b": {}}, "required": ["b"]}]}, [TWO], []),
+    (OPEN | {"anyOf": [{"properties": {"b": {}}, "required": ["b"]}]}, [TWO], []),
+    (OPEN | {"required": ["b"]}, [TWO], []),
+    (OPEN | {"minProperties": 2}, [], []),
+    # what only looks like a schema stays what it is
+    ({"const": OPEN}, [json.dumps(OPEN)], []),
+]
+
+
+@pytest.mark.parametrize(("schema", "yes", "no"), OBJECTS, ids=range(len(OBJECTS)))
+def test_objects_have_what_is_named(vocab: GrammarVocab, schema: dict[str, Any], yes: list[str], no: list[str]) -> None:
+    for text in yes:
+        assert follow(vocab.matcher(None, schema), vocab, text), text
+    for text in no:
+        assert not follow(vocab.matcher(None, schema), vocab, text), text
+    assert closed(closed(schema)) == closed(schema) and closed(OPEN | {"minProperties": 2}) == OPEN | {
+        "minProperties": 2
+    }
 
 
 @given(st.integers(0, 2**32))

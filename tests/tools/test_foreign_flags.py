@@ -49,6 +49,9 @@ def test_what_takes_their_place(argv: tuple[str, ...], becomes: list[str]) -> No
         (("-tb", "4"), "-t gives the threads"),
         (("-ub", "64"), "--batch-size"),
         (("-e",), "as it stands"),
+        (("--metrics",), "has these routes"),
+        (("--cache-reuse", "256"), "while pages are free"),
+        (("-nocb",), "-np 1"),
     ],
 )
 def test_what_changes_nothing_is_said_and_left_out(argv: tuple[str, ...], says: str) -> None:
@@ -64,6 +67,8 @@ def test_what_changes_nothing_is_said_and_left_out(argv: tuple[str, ...], says: 
         ("-sm", "one device"),
         ("--list-devices", "graphrt devices"),
         ("-md", "second model"),
+        ("--slot-save-path", "--prompt-cache"),
+        ("--context-shift", "-c N"),
     ],
 )
 def test_what_would_be_another_answer_is_refused(flag: str, says: str) -> None:

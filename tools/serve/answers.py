@@ -39,6 +39,43 @@ def usage(texts: Sequence[Text], reasoning: int = 0) -> dict[str, Any]:
     }
 
 
+def usage_so_far(texts: Sequence[Text], made: Sequence[int]) -> dict[str, int]:
+    """While texts are made: so many tokens of each are told."""
+    read = sum(len(text.prompt) for text in texts if text.leader is None)
+    return {"prompt_tokens": read, "completion_tokens": sum(made), "total_tokens": read + sum(made)}
+
+
+def timings(texts: Sequence[Text]) -> dict[str, Any]:
+    """How long it took to read prompts and to make texts, by llama-server's names: of several from the first one's
+    beginning to the last one's end. Nothing of what the cache had already is counted as read."""
+    cached = sum(max(0, text.n_cached) for text in texts if text.leader is None)
+    read = sum(len(text.prompt) for text in texts if text.leader is None) - cached
+    made = sum(text.n_made for text in texts)
+    began = min(text.began for text in texts)
+    reading = began - min(text.read for text in texts)
+    making = max(text.last for text in texts) - began
+    return {
+        "cache_n": cached, "prompt_n": read, **_rates("prompt", read, reading),
+        "predicted_n": made, **_rates("predicted", made, making),
+    }  # fmt: skip
+
+
+def _rates(name: str, n: int, seconds: float) -> dict[str, float]:
+    """0 for what took no time."""
+    return {
+        f"{name}_ms": 1000 * seconds,
+        f"{name}_per_token_ms": 1000 * seconds / n if n else 0.0,
+        f"{name}_per_second": n / seconds if seconds > 0 else 0.0,
+    }
+
+
+def native_logprobs(piece: Piece, tokenizer: Tokenizer) -> dict[str, Any]:
+    """A token's in llama-server's form, which has ids too."""
+    assert piece.logprobs is not None
+    best = [{"id": token, **_token(tokenizer, token, logprob)} for token, logprob in piece.logprobs.best]
+    return {"id": piece.token, **_token(tokenizer, piece.token, piece.logprobs.token), "top_logprobs": best}
+
+
 def chat_logprobs(pieces: Sequence[Piece], tokenizer: Tokenizer) -> dict[str, Any] | None:
     """Those of a chat's tokens, None where none were asked for. The token that ends a text is left out."""
     told = [
@@ -53,15 +90,15 @@ def chat_logprobs(pieces: Sequence[Piece], tokenizer: Tokenizer) -> dict[str, An
 def completion_logprobs(
     pieces: Sequence[Piece], tokenizer: Tokenizer, offset: int = 0, prompt: Text | None = None
 ) -> dict[str, Any] | None:
-    """The same in the older form of completions. offset: characters before the first one; prompt: a text whose prompt's
-    come first. Nobody chose the first of its tokens."""
+    """The same in the older form of completions. offset: characters before the first one, -1 for a space that it has
+    and the text has not; prompt: a text whose prompt's come first. Nobody chose the first of its tokens."""
     told = [(piece.token, piece.logprobs) for piece in pieces if piece.logprobs and piece.finish != "eog"]
     found: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
     read = [*zip(prompt.prompt, [None, *prompt.scores])] if prompt is not None else []
     for i, (token, logprobs) in enumerate([*read, *told]):
         text = _text(tokenizer, token)
         found["tokens"].append(text)
-        found["text_offset"].append(offset)
+        found["text_offset"].append(max(0, offset))
         offset += len(text) if i >= len(read) else length([token], tokenizer)
         if logprobs is None:
             found["token_logprobs"].append(None)

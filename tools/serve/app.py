@@ -7,10 +7,10 @@ import contextlib
 import hashlib
 import hmac
 import logging
+import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -21,6 +21,8 @@ from starlette.routing import Route
 from graphrt.errors import GraphrtError
 from graphrt.tools.serve.errors import ApiError, of_runtime
 from graphrt.tools.serve.openapi import Endpoint, Served, description
+from graphrt.tools.serve.origins import Origins
+from graphrt.tools.serve.routes_native import NativeRoute
 from graphrt.tools.serve.routes_other import OtherRoutes
 from graphrt.tools.serve.routes_responses import ResponsesRoute
 from graphrt.tools.serve.routes_text import TextRoutes
@@ -30,10 +32,11 @@ from graphrt.tools.serve.schemas import (
     CompletionRequest,
     DetokenizeRequest,
     EmbeddingsRequest,
-    ResponsesRequest,
     TemplateRequest,
     TokenizeRequest,
 )
+from graphrt.tools.serve.schemas_native import NativeRequest
+from graphrt.tools.serve.schemas_responses import ResponsesRequest
 from graphrt.tools.serve.state import State, json_response
 
 log = logging.getLogger("graphrt.serve")
@@ -41,13 +44,23 @@ log = logging.getLogger("graphrt.serve")
 _PAGE = Path(__file__).with_name("page.html")
 #: The page talks to this server alone, and runs nothing but what is in it.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
+#: What is served without /v1 too, as llama-server has it, for clients that were given an address without it.
+_SHORT = {
+    f"/v1/{name}": f"/{name}"
+    for name in ("chat/completions", "responses", "embeddings", "models", "models/{name:path}")
+} | {"/completion": "/completions"}
 #: What anybody may ask for.
 PUBLIC = {"/", "/health", "/v1/health"}
 
 
-def application(state: State, api_keys: Sequence[str] = (), on_ready: Callable[[], None] = lambda: None) -> Starlette:
+def application(
+    state: State,
+    api_keys: Sequence[str] = (),
+    on_ready: Callable[[], None] = lambda: None,
+    origins: Sequence[str] = (),
+) -> Starlette:
     """The server as an ASGI application. api_keys: one of these must come with every request but those for health;
-    none: nobody is asked; on_ready: called when requests are answered."""
+    none: nobody is asked; on_ready: called when requests are answered; origins: the other sites whose pages may ask."""
     served = routes_of(state)
     told = description(served)
 
@@ -59,8 +72,13 @@ def application(state: State, api_keys: Sequence[str] = (), on_ready: Callable[[
 
     served.append(Served("GET", "/openapi.json", openapi, "this description"))
     served.append(Served("GET", "/", page, "a page to chat with the model"))
-    door = _Door(state, api_keys)
-    routes = [Route(each.path, door.guarded(each.path, each.endpoint), methods=[each.method]) for each in served]
+    door = _Door(state, api_keys, Origins(origins))
+    routes = [
+        Route(path, door.guarded(each.path, each.endpoint), methods=door.methods(each.method))
+        for each in served
+        for path in (each.path, _SHORT.get(each.path))
+        if path is not None
+    ]
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -77,10 +95,11 @@ def application(state: State, api_keys: Sequence[str] = (), on_ready: Callable[[
 
 def routes_of(state: State) -> list[Served]:
     """What there is, but for its description."""
-    text, other, responses = TextRoutes(state), OtherRoutes(state), ResponsesRoute(state)
+    text, other, responses, native = TextRoutes(state), OtherRoutes(state), ResponsesRoute(state), NativeRoute(state)
     return [
         Served("POST", "/v1/chat/completions", text.chat, "an answer to a conversation", ChatRequest),
         Served("POST", "/v1/completions", text.completions, "texts after prompts", CompletionRequest),
+        Served("POST", "/completion", native.completion, "the same in llama-server's own form", NativeRequest),
         Served("POST", "/v1/responses", responses.responses, "an answer, in the newer form", ResponsesRequest),
         Served("POST", "/v1/embeddings", other.embeddings, "vectors of texts", EmbeddingsRequest),
         Served("GET", "/v1/models", other.models, "the model's names"),
@@ -111,20 +130,22 @@ async def _no_route(request: Request, error: Exception) -> Response:
 class _Door:
     """Checks who asks, turns errors into answers, counts and logs."""
 
-    def __init__(self, state: State, api_keys: Sequence[str]) -> None:
-        self.state = state
+    def __init__(self, state: State, api_keys: Sequence[str], origins: Origins) -> None:
+        self.state, self._origins = state, origins
         self._keys = [hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest() for key in api_keys]
+
+    def methods(self, method: str) -> list[str]:
+        """What a route is asked with: browsers ask before they ask for another site's page."""
+        return [method, "OPTIONS"] if self._origins else [method]
 
     def guarded(self, path: str, endpoint: Endpoint) -> Endpoint:
         """The endpoint behind the door. path: as it is counted."""
 
         async def entered(request: Request) -> Response:
-            start = time.monotonic()
+            start, origin = time.monotonic(), None
             try:
-                self._check_origin(request)
-                if path not in PUBLIC:
-                    request.state.key = self._key(request)
-                response = await endpoint(request)
+                origin = self._origins.of(request)
+                response = await self._answer(request, path, endpoint)
             except ClientDisconnect:
                 response = Response(status_code=499)
             except ApiError as error:
@@ -134,12 +155,22 @@ class _Door:
             except Exception:
                 log.exception("%s %s failed", request.method, path)
                 response = ApiError("the server failed; its log says how", status=500).response()
+            self._origins.let(origin, response)
+            response.headers["x-request-id"] = f"req_{secrets.token_hex(8)}"
             self.state.metrics.http.labels(path, response.status_code).inc()
             if path not in PUBLIC:
                 log.info("%s %s %d %.3f s", request.method, path, response.status_code, time.monotonic() - start)
             return response
 
         return entered
+
+    async def _answer(self, request: Request, path: str, endpoint: Endpoint) -> Response:
+        """Raises ApiError for who may not ask."""
+        if request.method == "OPTIONS":  # which browsers send without a key
+            return self._origins.asked_before(request)
+        if path not in PUBLIC:
+            request.state.key = self._key(request)
+        return await endpoint(request)
 
     def _key(self, request: Request) -> int | None:
         """Which API key a request has, None where none is asked for. All keys are looked at, each in the same time,
@@ -158,10 +189,3 @@ class _Door:
                 headers={"www-authenticate": "Bearer"},
             )
         return same.index(True)
-
-    def _check_origin(self, request: Request) -> None:
-        """Raises ApiError for what another site's page sends by a visitor's browser."""
-        origin = request.headers.get("origin")
-        if origin is not None and urlsplit(origin).netloc != request.headers.get("host"):
-            raise ApiError("pages of other sites may not use this server; put a proxy in front that lets them",
-                           status=403)  # fmt: skip

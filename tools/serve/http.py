@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import codecs
 import contextlib
 import json
 import time
@@ -28,14 +29,15 @@ HERE = "\0"
 
 
 class Chunks:
-    """Pieces of a streamed answer as JSON texts. What all have in common is made once."""
+    """Pieces of a streamed answer as JSON texts. What all have in common is made once. usage: asked for each piece."""
 
-    def __init__(self, head: Mapping[str, Any]) -> None:
-        self._head = encoded(dict(head))[:-1]
+    def __init__(self, head: Mapping[str, Any], usage: Callable[[], Mapping[str, Any]] | None = None) -> None:
+        self._head, self._usage = encoded(dict(head))[:-1], usage
 
     def __call__(self, choice: Mapping[str, Any]) -> str:
         """A piece of one choice."""
-        return f'{self._head},"choices":[{encoded(choice)}]}}'
+        told = f',"usage":{encoded(self._usage())}' if self._usage is not None else ""
+        return f'{self._head},"choices":[{encoded(choice)}]{told}}}'
 
     def form(self, choice: Mapping[str, Any]) -> Callable[[str], str]:
         """Makes pieces that differ by one text, which stands where this choice has HERE."""
@@ -50,6 +52,10 @@ class Chunks:
 async def body_of(request: Request, kind: type[B], most: int, seconds: float) -> B:
     """A request's body, of at most so many bytes, which are to come within so many seconds. Raises ApiError,
     ClientDisconnect."""
+    packed = request.headers.get("content-encoding", "identity")
+    if packed.lower() not in ("", "identity"):
+        raise ApiError(f"a body must come as it is, this one is {packed[:20]!r}; send it without Content-Encoding",
+                       status=415, headers={"accept-encoding": "identity"})  # fmt: skip
     try:
         data = await asyncio.wait_for(_read(request, most), seconds)
     except TimeoutError:
@@ -59,7 +65,7 @@ async def body_of(request: Request, kind: type[B], most: int, seconds: float) ->
             headers={"connection": "close"},
         ) from None
     try:
-        return kind.model_validate_json(data)
+        return kind.model_validate_json(data.removeprefix(codecs.BOM_UTF8))
     except ValidationError as error:
         raise of_validation(error) from None
 
@@ -104,9 +110,9 @@ def watched(receive: Receive, leave: Callable[[], None]) -> Iterator[None]:
 
 
 class EventStream(Response):
-    """Server-sent events: "data:" and JSON texts. leave: called when the client goes, and in any case at the end;
-    inbox: its usual pieces are written without waking `values`; last: data of the last event, "" for none; told: gets
-    the seconds of each write to the socket. A client that reads slowly is waited for.
+    """Server-sent events: "data:" and JSON texts, or lines of a named event's. leave: called when the client goes, and
+    in any case at the end; inbox: its usual pieces are written without waking `values`; last: data of the last event,
+    "" for none; told: gets the seconds of each write to the socket. A client that reads slowly is waited for.
 
     Events that are there at once go out in one write: a loop that is late catches up, since a write to a socket costs
     it more than the making of an event."""
@@ -152,7 +158,7 @@ class Held:
         self.is_free = write is not None
 
     def add(self, value: str) -> bool:
-        """Takes an event's data. Whether it goes out by itself; else who adds has to send what is held."""
+        """Takes an event's data, or its lines if it has a name. Whether it goes out by itself; else who adds has to send what is held."""
         if not self._held and self.is_free:
             asyncio.get_running_loop().call_soon(self.flush)
         self.hold(value)
@@ -160,7 +166,8 @@ class Held:
 
     def hold(self, value: str) -> None:
         """The same; it goes out with what comes, or by flush()."""
-        self._held += f"data: {value}\n\n".encode("utf-8", "replace")
+        event = value if value.startswith("event: ") else f"data: {value}"
+        self._held += f"{event}\n\n".encode("utf-8", "replace")
 
     def taken(self) -> bytes:
         """What is held, which whoever asks sends."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from graphrt.tools.serve.schemas import (
     TokenizeRequest,
 )
 from graphrt.tools.serve.state import State, json_response
+from graphrt.tools.serve.texts import fields_of
 
 
 class OtherRoutes:
@@ -101,9 +103,17 @@ class OtherRoutes:
         return json_response(self._model(name))
 
     def _model(self, name: str) -> dict[str, Any]:
-        hp = self.state.embedder(name).model.network.hp
-        meta = {"n_vocab": hp.n_vocab, "n_ctx_train": hp.n_ctx_train, "n_embd": hp.n_embd, "arch": hp.arch}
-        return {"id": name, "object": "model", "created": self.state.created, "owned_by": "graphrt", "meta": meta}
+        hp, maker = self.state.embedder(name).model.network.hp, self.state.maker
+        most = hp.n_ctx_train if maker is None or name in self.state.embedders else maker.most
+        meta = {
+            "n_vocab": hp.n_vocab,
+            "n_ctx": most,
+            "n_ctx_train": hp.n_ctx_train,
+            "n_embd": hp.n_embd,
+            "arch": hp.arch,
+        }
+        about = {"created": self.state.created, "owned_by": "graphrt", "max_model_len": most}  # the last is vLLM's
+        return {"id": name, "object": "model", **about, "meta": meta}
 
     async def adapters(self, request: Request) -> Response:
         known = self.state.maker.adapters if self.state.maker is not None else None
@@ -127,13 +137,15 @@ class OtherRoutes:
             for name, i in (("bos_token", tokenizer.bos_id), ("eos_token", tokenizer.eos_id))
         }
         defaults = state.maker.defaults if state.maker is not None else SamplerParams()
-        params = {name: getattr(defaults, name) for name in ("temp", "top_k", "top_p", "min_p", "seed")}
+        params = fields_of(defaults) | {"seed": defaults.seed}
         n_ctx = scheduler.most_tokens if scheduler is not None else model.network.hp.n_ctx_train
         return json_response(
             {
                 "default_generation_settings": {"n_ctx": n_ctx, "params": params},
                 "total_slots": scheduler.engine.n_seq if scheduler is not None else 0,
                 "model_alias": state.name,
+                "model_path": Path(model.file.paths[0]).name if model.file.paths else "",  # where it lies is not told
+                "modalities": {"vision": False, "audio": False},
                 "chat_template": model.file.metadata.get("tokenizer.chat_template", ""),
                 "build_info": f"graphrt {__version__}",
                 **ends,

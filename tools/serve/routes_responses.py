@@ -1,4 +1,4 @@
-"""/v1/responses: a conversation's next answer as text, in the form of OpenAI's newer API. Nothing is stored."""
+"""/v1/responses: a conversation's next answer in the form of OpenAI's newer API. Nothing is stored."""
 
 from __future__ import annotations
 
@@ -15,21 +15,13 @@ from graphrt.tools.serve import answers
 from graphrt.tools.serve.errors import ApiError
 from graphrt.tools.serve.http import EventStream, body_of, encoded, watched
 from graphrt.tools.serve.inbox import Inbox
-from graphrt.tools.serve.said import Marks, Reader, Said
+from graphrt.tools.serve.responses_input import as_chat
+from graphrt.tools.serve.routes_text import reader_of
+from graphrt.tools.serve.said import Marks, Said
 from graphrt.tools.serve.scheduler import Text
-from graphrt.tools.serve.schemas import (
-    ChatRequest,
-    Item,
-    JsonSchema,
-    Message,
-    Part,
-    ResponseFormat,
-    ResponsesRequest,
-)
+from graphrt.tools.serve.schemas import ChatRequest
+from graphrt.tools.serve.schemas_responses import ResponsesRequest
 from graphrt.tools.serve.state import State, events, json_response, key_of
-
-#: Types of the parts of an input's content that are text.
-_TEXTS = ("input_text", "output_text", "text")
 
 
 class ResponsesRoute:
@@ -49,7 +41,7 @@ class ResponsesRoute:
         def leave() -> None:
             self.state.worker.cancel([text])
 
-        answer = Answer(self.state, body, text, marks)
+        answer = Answer(self.state, body, asked, text, marks)
         if body.stream:
             return EventStream(answer.stream(inbox), leave, inbox, last="", told=self.state.metrics.writes.add)
         try:
@@ -59,39 +51,16 @@ class ResponsesRoute:
             leave()
 
 
-def as_chat(body: ResponsesRequest) -> ChatRequest:
-    """The same as a request for a chat. Raises ApiError for what has no text."""
-    messages = [Message(role="system", content=body.instructions)] if body.instructions else []
-    given = [Item(content=body.input)] if isinstance(body.input, str) else body.input
-    for i, item in enumerate(given):
-        place, found = f"input[{i}]", item.model_dump(exclude_none=True)
-        content = found.get("content")
-        if found.get("type", "message") != "message" or content is None:
-            raise ApiError("an item of the input must be a message with content", param=f"{place}.type")
-        if not isinstance(content, str):
-            for j, part in enumerate(content):
-                if part["type"] not in _TEXTS or not isinstance(part.get("text"), str):
-                    raise ApiError("a part of a message must be a text: models read text alone",
-                                   param=f"{place}.content[{j}].type")  # fmt: skip
-            content = [Part(type="text", text=part["text"]) for part in content]
-        messages.append(Message(role=found["role"], content=content))
-    form = body.text.format if body.text is not None else None
-    wanted = None
-    if form is not None:
-        schema = JsonSchema(schema=form.schema_) if form.type == "json_schema" else None
-        wanted = ResponseFormat(type=form.type, json_schema=schema, schema=None)
-    return ChatRequest(
-        messages=messages, max_completion_tokens=body.max_output_tokens, temperature=body.temperature,
-        top_p=body.top_p, response_format=wanted, reasoning_effort=body.reasoning.effort if body.reasoning else None,
-    )  # fmt: skip
-
-
 class Answer:
-    """What becomes of a request. marks: of what the text thinks."""
+    """What becomes of a request. asked: the same as a chat's; marks: of what the text thinks.
 
-    def __init__(self, state: State, body: ResponsesRequest, text: Text, marks: Marks) -> None:
+    Its output is what was thought, a message, and calls of tools, each an item; a text that is calls has no message."""
+
+    def __init__(self, state: State, body: ResponsesRequest, asked: ChatRequest, text: Text, marks: Marks) -> None:
         self.state, self.body, self.text = state, body, text
-        self._reader, self._said = Reader(marks), Said()
+        self._reader, self._said = reader_of(asked, marks), Said()
+        self._calls: list[dict[str, Any]] = []
+        self._logprobs: list[dict[str, Any]] = []
         self._id, self._item, self._thought = (f"{kind}_{secrets.token_hex(12)}" for kind in ("resp", "msg", "rs"))
         self._created = int(time.time())
         self._n_events = 0
@@ -105,13 +74,18 @@ class Answer:
             finish = event.piece.finish
         return self._response(finish)
 
-    def _read(self, piece: Piece) -> Said:
-        """What is new with a piece."""
+    def _read(self, piece: Piece) -> tuple[Said, list[dict[str, Any]]]:
+        """What is new with a piece, and its token's log-probabilities where they were asked for."""
         new = self._reader.push(piece.text)
         if piece.finish:
-            new += self._reader.end()[0]
+            rest, calls = self._reader.end()
+            new += rest
+            self._calls = [_call(call) for call in calls]
         self._said += new
-        return new
+        told = answers.chat_logprobs([piece], self.state.model.tokenizer)
+        logprobs = told["content"] if told and not new.reasoning else []
+        self._logprobs += logprobs
+        return new, logprobs
 
     def _response(self, finish: str = "") -> dict[str, Any]:
         """finish: why the text ended, "" while it goes on."""
@@ -125,24 +99,34 @@ class Answer:
                 "total_tokens": usage["total_tokens"], "input_tokens_details": usage["prompt_tokens_details"],
                 "output_tokens_details": usage["completion_tokens_details"],
             }  # fmt: skip
-        form = body.text.format.model_dump(by_alias=True) if body.text and body.text.format else {"type": "text"}
+        given = body.model_dump(by_alias=True, exclude_none=True)
+        form = given.get("text", {}).get("format", {"type": "text"})
         return {
             "id": self._id, "object": "response", "created_at": self._created, "status": status, "error": None,
-            "incomplete_details": {"reason": "max_output_tokens"} if cut else None, "instructions": body.instructions,
-            "max_output_tokens": body.max_output_tokens, "model": self.state.name,
-            "output": self._output(status) if finish else [], "parallel_tool_calls": True,
-            "previous_response_id": None, "reasoning": {"effort": None, "summary": None}, "store": False,
-            "temperature": body.temperature, "top_p": body.top_p, "text": {"format": form}, "tool_choice": "auto",
-            "tools": [], "truncation": "disabled", "usage": told, "user": body.user, "metadata": body.metadata or {},
+            "background": False, "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+            "instructions": body.instructions, "max_output_tokens": body.max_output_tokens, "model": self.state.name,
+            "output": self._output(status) if finish else [],
+            "parallel_tool_calls": body.parallel_tool_calls is not False, "previous_response_id": None,
+            "reasoning": {"effort": body.reasoning.effort if body.reasoning else None, "summary": None},
+            "store": False, "temperature": body.temperature, "top_p": body.top_p, "text": {"format": form},
+            "tool_choice": given.get("tool_choice", "auto"), "tools": given.get("tools", []),
+            "top_logprobs": body.top_logprobs or 0, "truncation": "disabled", "usage": told, "user": body.user,
+            "metadata": body.metadata or {},
         }  # fmt: skip
 
     def _output(self, status: str) -> list[dict[str, Any]]:
         thought, said = self._said
-        return [*([self._reasoning(thought, "completed")] if thought else []), self._message(said, status)]
+        found = [self._reasoning(thought, "completed")] if thought else []
+        if said or not self._calls:
+            found.append(self._message(said, status))
+        return [*found, *self._calls]
 
     def _message(self, said: str | None, status: str) -> dict[str, Any]:
-        content = [] if said is None else [_part(said)]
+        content = [] if said is None else [self._part(said)]
         return {"id": self._item, "type": "message", "role": "assistant", "status": status, "content": content}
+
+    def _part(self, said: str) -> dict[str, Any]:
+        return {"type": "output_text", "text": said, "annotations": [], "logprobs": self._logprobs if said else []}
 
     def _reasoning(self, said: str | None, status: str) -> dict[str, Any]:
         content = [] if said is None else [{"type": "reasoning_text", "text": said}]
@@ -157,25 +141,30 @@ class Answer:
             async for _, event in events([self.text], inbox):
                 assert event.piece is not None
                 before, finish = self._said, event.piece.finish
-                new = self._read(event.piece)
+                new, logprobs = self._read(event.piece)
                 if new.reasoning:
                     for each in self._thinks(new.reasoning, begins=not before.reasoning):
                         yield each
                 if not answers_now and (new.content or finish):
+                    for each in self._has_thought():
+                        yield each
+                if not answers_now and (new.content or (finish and not self._calls)):
                     answers_now = True
                     for each in self._begins():
                         yield each
                 if new.content:
-                    more = self._place | {"delta": new.content, "logprobs": []}
+                    more = self._place | {"delta": new.content, "logprobs": logprobs}
                     yield self._event("response.output_text.delta", more)
         except ApiError as error:
             yield self._event("error", {"message": error.message, "code": error.code, "param": error.param})
             return
         whole = self._response(finish)
-        yield self._event("response.output_text.done", self._place | {"text": self._said.content, "logprobs": []})
-        yield self._event("response.content_part.done", self._place | {"part": _part(self._said.content)})
-        last = {"output_index": self._place["output_index"], "item": whole["output"][-1]}
-        yield self._event("response.output_item.done", last)
+        if answers_now:
+            for each in self._ends(whole["status"]):
+                yield each
+        for i, call in enumerate(self._calls, len(whole["output"]) - len(self._calls)):
+            for each in self._tells_of(call, i):
+                yield each
         yield self._event(f"response.{whole['status']}", {"response": whole})
 
     @property
@@ -191,24 +180,48 @@ class Answer:
         place = {"item_id": self._thought, "output_index": 0, "content_index": 0}
         yield self._event("response.reasoning_text.delta", place | {"delta": text})
 
-    def _begins(self) -> Iterator[str]:
-        """The answer begins, and what was thought is whole."""
+    def _has_thought(self) -> Iterator[str]:
+        """What was thought is whole."""
         thought = self._said.reasoning
         if thought:
             place = {"item_id": self._thought, "output_index": 0, "content_index": 0}
             yield self._event("response.reasoning_text.done", place | {"text": thought})
             item = self._reasoning(thought, "completed")
             yield self._event("response.output_item.done", {"output_index": 0, "item": item})
+
+    def _begins(self) -> Iterator[str]:
         item, place = self._message(None, "in_progress"), self._place
         yield self._event("response.output_item.added", {"output_index": place["output_index"], "item": item})
-        yield self._event("response.content_part.added", place | {"part": _part("")})
+        part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+        yield self._event("response.content_part.added", place | {"part": part})
+
+    def _ends(self, status: str) -> Iterator[str]:
+        said, place = self._said.content, self._place
+        yield self._event("response.output_text.done", place | {"text": said, "logprobs": self._logprobs})
+        yield self._event("response.content_part.done", place | {"part": self._part(said)})
+        last = {"output_index": place["output_index"], "item": self._message(said, status)}
+        yield self._event("response.output_item.done", last)
+
+    def _tells_of(self, call: Mapping[str, Any], i: int) -> Iterator[str]:
+        """The call that is the i-th item."""
+        begun = {**call, "arguments": "", "status": "in_progress"}
+        yield self._event("response.output_item.added", {"output_index": i, "item": begun})
+        place, said = {"item_id": call["id"], "output_index": i}, call["arguments"]
+        yield self._event("response.function_call_arguments.delta", place | {"delta": said})
+        whole = place | {"name": call["name"], "arguments": said}
+        yield self._event("response.function_call_arguments.done", whole)
+        yield self._event("response.output_item.done", {"output_index": i, "item": call})
 
     def _event(self, kind: str, value: Mapping[str, Any]) -> str:
-        """An event's data, and behind it its name: the order of an event's lines is free."""
+        """An event with its name, which some clients look at."""
         numbered = {"type": kind, "sequence_number": self._n_events, **value}
         self._n_events += 1
-        return f"{encoded(numbered)}\nevent: {kind}"
+        return f"event: {kind}\ndata: {encoded(numbered)}"
 
 
-def _part(said: str) -> dict[str, Any]:
-    return {"type": "output_text", "text": said, "annotations": [], "logprobs": []}
+def _call(call: Mapping[str, Any]) -> dict[str, Any]:
+    """A chat's call as an item."""
+    return {
+        "id": f"fc_{secrets.token_hex(12)}", "type": "function_call", "call_id": call["id"], "status": "completed",
+        **call["function"],
+    }  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
+from enum import Enum
 from typing import Any, TypeVar
 
 from starlette.requests import Request
@@ -15,7 +16,7 @@ from graphrt.tools.serve.http import HERE, Chunks, EventStream, body_of, encoded
 from graphrt.tools.serve.inbox import Inbox
 from graphrt.tools.serve.said import Marks, Reader, Said
 from graphrt.tools.serve.scheduler import Event, Text
-from graphrt.tools.serve.schemas import ChatRequest, CompletionRequest, Generating
+from graphrt.tools.serve.schemas import ChatRequest, CompletionRequest, Generating, StreamOptions
 from graphrt.tools.serve.state import State, events, json_response, key_of
 
 Asked = TypeVar("Asked", ChatRequest, CompletionRequest)
@@ -54,8 +55,8 @@ class TextRoutes:
             self.state.worker.cancel(texts)
 
         if body.stream:
-            wanted = body.stream_options is not None and bool(body.stream_options.include_usage)
-            return EventStream(answer.stream(inbox, usage=wanted), leave, inbox, told=self.state.metrics.writes.add)
+            usage = Usage.of(body.stream_options)
+            return EventStream(answer.stream(inbox, usage), leave, inbox, told=self.state.metrics.writes.add)
         try:
             with watched(request.receive, leave):
                 return json_response(await answer.whole(inbox))
@@ -63,19 +64,36 @@ class TextRoutes:
             leave()
 
 
+class Usage(Enum):
+    """What a stream tells of it: nothing, all at its end, or with each piece what there is so far too."""
+
+    NONE, LAST, EACH = range(3)
+
+    @classmethod
+    def of(cls, options: StreamOptions | None) -> Usage:
+        if options is None or not options.include_usage:
+            return cls.NONE
+        return cls.EACH if options.continuous_usage_stats else cls.LAST
+
+
 def _check(body: Generating) -> None:
     if body.stream_options is not None and not body.stream:
         raise ApiError("stream_options is for streams: set stream to true, or leave it out", param="stream_options")
+
+
+def reader_of(body: ChatRequest, marks: Marks) -> Reader:
+    """What reads a text of an answer. marks: of what it thinks."""
+    tools = [] if body.tool_choice == "none" else body.tools or []
+    one, must = body.parallel_tool_calls is False, body.tool_choice not in (None, "none", "auto")
+    return Reader(marks, tools, one_call=one, must_call=must)
 
 
 class Chat:
     """An answer to a conversation."""
 
     def __init__(self, state: State, body: ChatRequest, texts: Sequence[Text], marks: Marks) -> None:
-        self.state, self.texts = state, texts
-        tools = [] if body.tool_choice == "none" else body.tools or []
-        one = body.parallel_tool_calls is False
-        self._readers = [Reader(marks, tools, one_call=one) for _ in texts]
+        self.state, self.texts, self._timed = state, texts, bool(body.timings_per_token)
+        self._readers = [reader_of(body, marks) for _ in texts]
         self._head = answers.head("chat.completion", "chatcmpl", state.name, state.fingerprint)
 
     async def whole(self, inbox: Inbox) -> dict[str, Any]:
@@ -85,10 +103,11 @@ class Chat:
             assert event.piece is not None
             pieces[i].append(event.piece)
         choices = [self._choice(i, made) for i, made in enumerate(pieces)]
-        return self._head | {"choices": choices, "usage": self._usage()}
+        return self._head | {"choices": choices} | self._counts()
 
-    def _usage(self) -> dict[str, Any]:
-        return answers.usage(self.texts, sum(reader.n_reasoning for reader in self._readers))
+    def _counts(self) -> dict[str, Any]:
+        usage = answers.usage(self.texts, sum(reader.n_reasoning for reader in self._readers))
+        return {"usage": usage} | ({"timings": answers.timings(self.texts)} if self._timed else {})
 
     def _choice(self, i: int, pieces: Sequence[Piece]) -> dict[str, Any]:
         reader, said = self._readers[i], Said()
@@ -108,10 +127,11 @@ class Chat:
             "finish_reason": "tool_calls" if calls else answers.FINISH[pieces[-1].finish],
         }
 
-    async def stream(self, inbox: Inbox, *, usage: bool) -> AsyncIterator[str]:
+    async def stream(self, inbox: Inbox, usage: Usage) -> AsyncIterator[str]:
         """Piece by piece."""
-        head = self._head | {"object": "chat.completion.chunk"} | ({"usage": None} if usage else {})
-        chunk = Chunks(head)
+        head = self._head | {"object": "chat.completion.chunk"} | ({"usage": None} if usage is Usage.LAST else {})
+        made = [0] * len(self.texts)
+        chunk = Chunks(head, (lambda: answers.usage_so_far(self.texts, made)) if usage is Usage.EACH else None)
         for i in range(len(self.texts)):
             yield chunk(_delta(i, {"role": "assistant", "content": ""}))
         plain = [
@@ -122,7 +142,7 @@ class Chat:
 
         def usual(event: Event) -> str | None:
             piece = event.piece
-            if piece is None or piece.finish or piece.logprobs is not None:
+            if piece is None or piece.finish or piece.logprobs is not None or usage is Usage.EACH:
                 return None
             i = places[event.text]
             said = self._readers[i].push(piece.text)
@@ -134,6 +154,7 @@ class Chat:
         try:
             async for i, event in events(self.texts, inbox):
                 assert event.piece is not None
+                made[i] += 1
                 value = usual(event)
                 if value is not None:
                     if value:
@@ -144,8 +165,8 @@ class Chat:
         except ApiError as error:
             yield encoded(error.body())
             return
-        if usage:
-            yield encoded(head | {"choices": [], "usage": self._usage()})
+        if usage is not Usage.NONE:
+            yield encoded(head | {"choices": []} | self._counts())
 
     def _pieces(self, i: int, piece: Piece) -> list[dict[str, Any]]:
         reader = self._readers[i]
@@ -158,12 +179,18 @@ class Chat:
         if told and not delta:
             delta["content"] = said.content
         found = [_delta(i, delta, told)] if delta else []
-        if calls:
-            numbered = [{"index": n} | call for n, call in enumerate(calls)]
-            found.append(_delta(i, {"tool_calls": numbered}))
+        for n, call in enumerate(calls):
+            found += [_delta(i, {"tool_calls": [part]}) for part in _in_pieces(n, call)]
         if piece.finish:
             found.append(_delta(i, {}, None, "tool_calls" if calls else answers.FINISH[piece.finish]))
         return found
+
+
+def _in_pieces(n: int, call: dict[str, Any]) -> list[dict[str, Any]]:
+    """The n-th call of a text as streams have it: its name, then its arguments."""
+    name, arguments = call["function"]["name"], call["function"]["arguments"]
+    first = {"index": n, **call, "function": {"name": name, "arguments": ""}}
+    return [first, {"index": n, "function": {"arguments": arguments}}]
 
 
 def _said(said: Said) -> dict[str, Any]:
@@ -179,7 +206,7 @@ class Completion:
     """What comes after prompts, one text after the other."""
 
     def __init__(self, state: State, body: CompletionRequest, texts: Sequence[Text]) -> None:
-        self.state, self.texts = state, texts
+        self.state, self.texts, self._timed = state, texts, bool(body.timings_per_token)
         self._echo = [""] * len(texts)
         if body.echo:
             prompt = body.prompt
@@ -187,7 +214,7 @@ class Completion:
             said = [p if isinstance(p, str) else state.model.tokenizer.decode(p) for p in given]
             self._echo = [said[i // (body.n or 1)] for i in range(len(texts))]
         self._scored = bool(body.echo) and body.logprobs is not None
-        self._silent = body.max_tokens == 0
+        self._silent = body.asked == 0
         self._head = answers.head("text_completion", "cmpl", state.name, state.fingerprint)
 
     async def whole(self, inbox: Inbox) -> dict[str, Any]:
@@ -200,7 +227,7 @@ class Completion:
             self._choice(i, self._echo[i] + self._shown(made), self._told(made), made[-1].finish, prompt=self._scored)
             for i, made in enumerate(pieces)
         ]
-        return self._head | {"choices": choices, "usage": self._usage()}
+        return self._head | {"choices": choices} | self._counts()
 
     def _told(self, pieces: list[Piece]) -> list[Piece]:
         return [] if self._silent else pieces
@@ -208,22 +235,27 @@ class Completion:
     def _shown(self, pieces: list[Piece]) -> str:
         return "".join(piece.text for piece in self._told(pieces))
 
-    def _usage(self) -> dict[str, Any]:
-        found = answers.usage(self.texts)
-        return found | {"completion_tokens": 0, "total_tokens": found["prompt_tokens"]} if self._silent else found
+    def _counts(self) -> dict[str, Any]:
+        usage = answers.usage(self.texts)
+        if self._silent:
+            usage |= {"completion_tokens": 0, "total_tokens": usage["prompt_tokens"]}
+        return {"usage": usage} | ({"timings": answers.timings(self.texts)} if self._timed else {})
 
     def _choice(
         self, i: int, text: str, pieces: Sequence[Piece], finish: str, offset: int = 0, *, prompt: bool = False
     ) -> dict[str, Any]:
         """prompt: its log-probabilities come first."""
         said = (self.texts[i].leader or self.texts[i]) if prompt else None
+        if said is not None:
+            offset = len(self._echo[i]) - answers.length(said.prompt, self.state.model.tokenizer)
         logprobs = answers.completion_logprobs(pieces, self.state.model.tokenizer, offset, said)
         return {"index": i, "text": text, "logprobs": logprobs, "finish_reason": answers.FINISH.get(finish)}
 
-    async def stream(self, inbox: Inbox, *, usage: bool) -> AsyncIterator[str]:
+    async def stream(self, inbox: Inbox, usage: Usage) -> AsyncIterator[str]:
         """Piece by piece."""
-        head = self._head | ({"usage": None} if usage else {})
-        offsets, chunk = [len(text) for text in self._echo], Chunks(head)
+        head = self._head | ({"usage": None} if usage is Usage.LAST else {})
+        offsets, made = [len(text) for text in self._echo], [0] * len(self.texts)
+        chunk = Chunks(head, (lambda: answers.usage_so_far(self.texts, made)) if usage is Usage.EACH else None)
         for i, text in enumerate(self._echo):
             if text and not self._scored:
                 yield chunk(self._choice(i, text, [], ""))
@@ -235,7 +267,7 @@ class Completion:
             piece, i = event.piece, places[event.text]
             if piece is None or piece.finish or piece.logprobs is not None or self._silent:
                 return None
-            if self._scored and i not in begun:
+            if usage is Usage.EACH or (self._scored and i not in begun):
                 return None
             return plain[i](piece.text) if piece.text else ""
 
@@ -244,17 +276,17 @@ class Completion:
             async for i, event in events(self.texts, inbox):
                 piece = event.piece
                 assert piece is not None
+                made[i] += not self._silent
                 if self._scored and i not in begun:
                     begun.add(i)
-                    offsets[i] = answers.length(event.text.prompt, self.state.model.tokenizer)
                     yield chunk(self._choice(i, self._echo[i], [], "", prompt=True))
                 value = usual(event)
                 if value is not None:
                     if value:
                         yield value
                     continue
-                made = self._told([piece])
-                choice = self._choice(i, self._shown(made), made, piece.finish, offsets[i])
+                shown = self._told([piece])
+                choice = self._choice(i, self._shown(shown), shown, piece.finish, offsets[i])
                 told = choice["logprobs"]
                 offsets[i] += sum(map(len, told["tokens"])) if told else 0
                 if piece.text or piece.finish or told:
@@ -262,5 +294,5 @@ class Completion:
         except ApiError as error:
             yield encoded(error.body())
             return
-        if usage:
-            yield encoded(head | {"choices": [], "usage": self._usage()})
+        if usage is not Usage.NONE:
+            yield encoded(head | {"choices": []} | self._counts())

@@ -25,11 +25,12 @@ SWITCH_SECONDS = 0.0005
 
 def run(
     state: State, api_keys: Sequence[str], listening: socket.socket, address: str, shutdown_timeout: int,
-    on_ready: Callable[[], None] = lambda: None,
+    on_ready: Callable[[], None] = lambda: None, origins: Sequence[str] = (),
 ) -> int:  # fmt: skip
     """Serves until a signal comes: then no new connection is taken, and requests that are there are answered, for at
     most shutdown_timeout seconds, 0 for as long as they take. The exit code. on_ready: called when requests are
-    answered. Raises RankError where a rank is lost: all that are there have been told so."""
+    answered; origins: the other sites whose pages may ask. Raises RankError where a rank is lost: all that are there
+    have been told so."""
 
     def ready() -> None:
         log.info("%s is served at %s", state.name, address)
@@ -38,7 +39,7 @@ def run(
     seconds = state.limits.body_seconds
     limit_waiting(listening, seconds)
     config = uvicorn.Config(
-        application(state, api_keys, ready),
+        application(state, api_keys, ready, origins),
         loop="asyncio",
         http=connections(seconds),
         ws="none",

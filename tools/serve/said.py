@@ -73,12 +73,15 @@ class _Splitter(Protocol):
 
 class Reader:
     """Reads one text as it is made. marks: of its reasoning; tools: that may be called; one_call: of several calls the
-    first counts. n_reasoning: pieces that were thought."""
+    first counts; must_call: a text that is no call was cut before it was one, and says nothing. n_reasoning: pieces
+    that were thought."""
 
-    def __init__(self, marks: Marks = PLAIN, tools: Sequence[Tool] = (), *, one_call: bool = False) -> None:
+    def __init__(
+        self, marks: Marks = PLAIN, tools: Sequence[Tool] = (), *, one_call: bool = False, must_call: bool = False
+    ) -> None:
         self._split: _Splitter = _Channels() if marks.channels else _Pair(marks)
         self._tools = {tool.function.name for tool in tools}
-        self._finder, self._one = CallFinder(tools), one_call
+        self._finder, self._one, self._must = CallFinder(tools), one_call, must_call
         self.n_reasoning = 0
 
     def push(self, text: str) -> Said:
@@ -97,7 +100,8 @@ class Reader:
                 calls.append(self._finder.call(name, arguments))
             else:
                 rest += arguments
-        return Said(reasoning, shown + rest), calls[:1] if self._one else calls
+        content = "" if self._must and not calls else shown + rest
+        return Said(reasoning, content), calls[:1] if self._one else calls
 
 
 class _Pair:

@@ -1,13 +1,15 @@
-"""What bodies of requests may hold: OpenAI's fields, and llama-server's names for what OpenAI has not. A field that
-changes the answer and isn't here is refused; those that don't are taken and not looked at."""
+"""What bodies of requests may hold: OpenAI's fields, and llama-server's and vLLM's names for what OpenAI has not. A
+field that changes the answer and isn't here is refused; those that don't are taken and not looked at
+(foreign_fields.py)."""
 
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, RootModel, field_validator
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, RootModel, field_validator, model_validator
 
 from graphrt.models.key_reader import INT32_MAX
+from graphrt.tools.serve.foreign_fields import is_taken
 
 MAX_CHOICES = 128
 MAX_STOPS = 32
@@ -16,9 +18,18 @@ MAX_TEXTS = 2048
 MAX_GUESSED = 32
 
 Seed = Annotated[int, Field(ge=-(1 << 63), lt=1 << 64)]
-Ids = Annotated[list[Annotated[int, Field(ge=0, le=INT32_MAX)]], Field(min_length=1)]
+Id = Annotated[int, Field(ge=0, le=INT32_MAX)]
+Ids = Annotated[list[Id], Field(min_length=1)]
 Guessed = Annotated[int, Field(ge=0, le=MAX_GUESSED)]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
 Name = Annotated[str, Field(min_length=1, max_length=256)]
+#: Texts, as themselves or as token ids.
+Prompts = str | Ids | Annotated[list[str | Ids], Field(min_length=1, max_length=MAX_TEXTS)]
+#: A token's id, or a text for all of its tokens, and what is added to their logits: false for never.
+Bias = Annotated[list[bool | int | float | str], Field(min_length=2, max_length=2)]
+Biases = dict[str, float] | list[Bias]
+#: Texts of which an answer must be one.
+Choice = Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1, max_length=MAX_TEXTS)]
 
 
 class Body(BaseModel):
@@ -26,10 +37,26 @@ class Body(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _without_the_unused(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        known = {field.alias or name for name, field in cls.model_fields.items()}
+        return {name: value for name, value in given.items() if name in known or not is_taken(name, value)}
+
+
+class Loose(BaseModel):
+    """What conversations and tools are made of: clients send back what they were given, by whatever server, and more
+    than is read."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
 
 class StreamOptions(Body):
     include_usage: bool | None = None
     include_obfuscation: bool | None = None  # a defence against who reads lengths of packets; none is made here
+    continuous_usage_stats: bool | None = None  # vLLM's: with each piece what there is so far
 
 
 class JsonSchema(Body):
@@ -45,6 +72,16 @@ class ResponseFormat(Body):
     schema_: dict[str, Any] | None = Field(None, alias="schema")  # llama-server's, of json_object
 
 
+class StructuredOutputs(Body):
+    """vLLM's newer name for what guided_json and its like say."""
+
+    json_: str | dict[str, Any] | None = Field(None, alias="json")
+    regex: str | None = None
+    choice: Choice | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+
+
 class AdapterScale(Body):
     id: int
     scale: float
@@ -55,7 +92,8 @@ class AdapterScales(RootModel[Annotated[list[AdapterScale], Field(max_length=MAX
 
 
 class Generating(Body):
-    """What requests that generate have in common."""
+    """What requests that generate have in common. asked: the tokens that a text may have, -1 for any number, None
+    where that isn't said."""
 
     model: str | None = None
     stream: bool | None = None
@@ -66,9 +104,9 @@ class Generating(Body):
     stop: str | Annotated[list[str], Field(max_length=MAX_STOPS)] | None = None
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
     top_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    logit_bias: Biases | None = None
     response_format: ResponseFormat | None = None
     # taken and not looked at
     user: str | None = None
@@ -97,29 +135,41 @@ class Generating(Body):
     json_schema: dict[str, Any] | None = None
     speculative_n_max: Guessed | None = Field(default=None, alias="speculative.n_max")
     lora: Annotated[list[AdapterScale], Field(max_length=MAX_CHOICES)] | None = None
+    min_keep: int | None = None
+    n_predict: Annotated[int, Field(ge=-1, le=INT32_MAX)] | None = None
+    timings_per_token: bool | None = None
     # vLLM's
     stop_token_ids: Annotated[list[int], Field(max_length=MAX_STOPS)] | None = None
+    repetition_penalty: float | None = None
+    min_tokens: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = None
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: Choice | None = None
+    guided_grammar: str | None = None
+    structured_outputs: StructuredOutputs | None = None
     # our own
     regex: str | None = None
 
     @field_validator("logit_bias")
     @classmethod
-    def _ids(cls, value: dict[str, float] | None) -> dict[str, float] | None:
-        for token in value or ():
-            if not (token.isascii() and token.isdigit() and len(token) < 10):
+    def _ids(cls, value: Biases | None) -> Biases | None:
+        for name in value if isinstance(value, dict) else ():
+            if not (name.isascii() and name.isdigit() and len(name) < 10):
                 raise ValueError("keys must be token ids, as {'15043': 1.5}")
+        for token, bias in value if isinstance(value, list) else ():
+            if isinstance(token, bool | float) or isinstance(bias, str) or bias is True:
+                raise ValueError("pairs must be a token id, or a text, and a number, or false, as [15043, 1.5]")
         return value
+
+    @property
+    def asked(self) -> int | None:
+        return self.n_predict if self.max_tokens is None else self.max_tokens
 
 
 class CompletionRequest(Generating):
     """/v1/completions"""
 
-    prompt: (
-        str
-        | Ids
-        | Annotated[list[str], Field(min_length=1, max_length=MAX_TEXTS)]
-        | Annotated[list[Ids], Field(min_length=1, max_length=MAX_TEXTS)]
-    )
+    prompt: Prompts
     max_tokens: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = None  # 0 with echo
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
@@ -127,33 +177,33 @@ class CompletionRequest(Generating):
     suffix: str | None = None
 
 
-class Function(Body):
+class Function(Loose):
     name: Name
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
 
-class Tool(Body):
+class Tool(Loose):
     type: Literal["function"]
     function: Function
 
 
-class NamedFunction(Body):
+class NamedFunction(Loose):
     name: Name
 
 
-class NamedTool(Body):
+class NamedTool(Loose):
     type: Literal["function"]
     function: NamedFunction
 
 
-class CalledFunction(Body):
+class CalledFunction(Loose):
     name: Name
     arguments: str
 
 
-class ToolCall(Body):
+class ToolCall(Loose):
     id: str | None = None
     type: Literal["function"] = "function"
     function: CalledFunction
@@ -167,14 +217,14 @@ class Part(BaseModel):
     text: str | None = None
 
 
-class Message(Body):
+class Message(Loose):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Annotated[list[Part], Field(max_length=MAX_TEXTS)] | None = None
     name: str | None = None
     refusal: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
-    reasoning_content: str | None = None
+    reasoning_content: str | None = Field(default=None, validation_alias=AliasChoices("reasoning_content", "reasoning"))
 
 
 class ChatRequest(Generating):
@@ -191,61 +241,10 @@ class ChatRequest(Generating):
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: Annotated[str, Field(max_length=64)] | None = None  # templates may read it
     reasoning_format: Literal["auto", "deepseek", "none"] | None = None
+    add_generation_prompt: bool | None = None  # vLLM's, as is the next one
+    continue_final_message: bool | None = None
     # taken and not looked at
     prediction: dict[str, Any] | None = None
-    metadata: dict[str, str] | None = None
-    store: Literal[False] | None = None
-    service_tier: Literal["auto", "default", "flex", "priority", "scale"] | None = None
-    prompt_cache_key: str | None = None
-    safety_identifier: str | None = None
-
-
-class TextFormat(Body):
-    type: Literal["text", "json_object", "json_schema"]
-    name: str | None = None
-    description: str | None = None
-    schema_: dict[str, Any] | None = Field(None, alias="schema")
-    strict: bool | None = None
-
-
-class TextOptions(Body):
-    format: TextFormat | None = None
-
-
-class ReasoningOptions(Body):
-    effort: Annotated[str, Field(max_length=64)] | None = None
-    summary: str | None = None  # none is made
-
-
-class Item(BaseModel):
-    """Items of other types are refused by a sentence of their own."""
-
-    model_config = ConfigDict(extra="allow", strict=True)
-    type: str = "message"
-    role: Literal["system", "developer", "user", "assistant"] = "user"
-    content: str | Annotated[list[Part], Field(max_length=MAX_TEXTS)] | None = None
-
-
-class ResponsesRequest(Body):
-    """/v1/responses"""
-
-    model: str | None = None
-    input: str | Annotated[list[Item], Field(min_length=1, max_length=1 << 16)]
-    instructions: str | None = None
-    max_output_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
-    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
-    top_p: float | None = None
-    stream: bool | None = None
-    text: TextOptions | None = None
-    reasoning: ReasoningOptions | None = None
-    # taken and not looked at: nothing is stored, and no tools are called
-    tools: Annotated[list[Any], Field(max_length=0)] | None = None
-    tool_choice: Literal["none", "auto"] | None = None
-    include: list[Literal["reasoning.encrypted_content"]] | None = None
-    parallel_tool_calls: bool | None = None
-    truncation: Literal["disabled"] | None = None
-    store: bool | None = None
-    user: str | None = None
     metadata: dict[str, str] | None = None
     service_tier: Literal["auto", "default", "flex", "priority", "scale"] | None = None
     prompt_cache_key: str | None = None
@@ -256,12 +255,7 @@ class EmbeddingsRequest(Body):
     """/v1/embeddings"""
 
     model: str | None = None
-    input: (
-        str
-        | Ids
-        | Annotated[list[str], Field(min_length=1, max_length=MAX_TEXTS)]
-        | Annotated[list[Ids], Field(min_length=1, max_length=MAX_TEXTS)]
-    )
+    input: Prompts
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: int | None = None
     user: str | None = None
@@ -270,6 +264,7 @@ class EmbeddingsRequest(Body):
 class TokenizeRequest(Body):
     """/tokenize"""
 
+    model: str | None = None  # taken and not looked at
     content: str
     add_special: bool = False
     parse_special: bool = True
@@ -279,12 +274,14 @@ class TokenizeRequest(Body):
 class DetokenizeRequest(Body):
     """/detokenize"""
 
-    tokens: list[Annotated[int, Field(ge=0, le=INT32_MAX)]]
+    model: str | None = None  # taken and not looked at
+    tokens: list[Id]
 
 
 class TemplateRequest(Body):
     """/apply-template"""
 
+    model: str | None = None  # taken and not looked at
     messages: Annotated[list[Message], Field(min_length=1, max_length=1 << 16)]
     tools: Annotated[list[Tool], Field(max_length=MAX_CHOICES)] | None = None
     add_generation_prompt: bool = True

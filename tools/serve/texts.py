@@ -3,6 +3,7 @@ threads beside the event loop, as a long prompt takes a while to tokenize."""
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,9 +16,19 @@ from graphrt.models.sampling_params import SamplerParams
 from graphrt.tools.serve import tool_calls
 from graphrt.tools.serve.adapters import ServedAdapters
 from graphrt.tools.serve.errors import ApiError, of_runtime
+from graphrt.tools.serve.forms import Form, form_of
 from graphrt.tools.serve.said import PLAIN, Marks, marks_of
 from graphrt.tools.serve.scheduler import Text
-from graphrt.tools.serve.schemas import ChatRequest, CompletionRequest, Generating, Message, NamedTool, Tool
+from graphrt.tools.serve.schemas import (
+    Biases,
+    ChatRequest,
+    CompletionRequest,
+    Generating,
+    Message,
+    NamedTool,
+    Tool,
+)
+from graphrt.tools.serve.schemas_native import NativeRequest
 
 #: Fields of a request -> SamplerParams'.
 _SAMPLERS = {
@@ -31,7 +42,7 @@ _SAMPLERS = {
     for name in (
         *("top_p", "presence_penalty", "frequency_penalty", "top_k", "min_p", "typical_p", "top_n_sigma"),
         *("repeat_penalty", "repeat_last_n", "dry_multiplier", "dry_base", "dry_allowed_length"),
-        *("dry_penalty_last_n", "xtc_probability", "xtc_threshold", "dynatemp_range", "mirostat"),
+        *("dry_penalty_last_n", "xtc_probability", "xtc_threshold", "dynatemp_range", "mirostat", "min_keep"),
     )
 }
 #: Tokens of a completion that says no number, as OpenAI has it.
@@ -59,17 +70,35 @@ class Maker:
     def completion(self, request: CompletionRequest, key: str) -> list[Text]:
         """n texts of each prompt, one prompt after the other. Raises ApiError."""
         for name in ("suffix", "best_of"):
-            if getattr(request, name) not in (None, request.n if name == "best_of" else ""):
+            if getattr(request, name) not in (None, request.n or 1 if name == "best_of" else ""):
                 raise ApiError(f"{name} is not here; leave it out", param=name)
-        if request.max_tokens == 0 and not request.echo:
+        if request.asked == 0 and not request.echo:
             raise ApiError("max_tokens may be 0 where echo tells the prompt; ask for 1 or more", param="max_tokens")
         # a token that nobody asked for comes with the prompt's, and isn't told
-        n = self._limit(COMPLETION_TOKENS if request.max_tokens is None else max(1, request.max_tokens))
+        n = self._limit(COMPLETION_TOKENS if request.asked is None else request.asked or 1)
         scored = request.logprobs if request.echo else None
         rules = self._rules(request, n, request.logprobs)
         prompts = self.prompts(request.prompt)
         self._check_count(len(prompts) * (request.n or 1))
         return [text for ids in prompts for text in self._texts(request, ids, n, rules, key, scored)]
+
+    def native(self, request: NativeRequest, key: str) -> list[Text]:
+        """A text of each prompt, for as long as it goes on where no number of tokens is given. Raises ApiError."""
+        # of no tokens one is made, and isn't told: the cache has the prompt then
+        n = self._limit(-1 if request.asked is None else request.asked or 1)
+        rules = self._rules(request, n, request.n_probs or None)
+        self._check_count(len(request.prompts))
+        prompts = [self._ids(each) if isinstance(each, str) else self._mixed(each) for each in request.prompts]
+        return [text for ids in prompts for text in self._texts(request, ids, n, rules, key)]
+
+    def _mixed(self, parts: Sequence[int | str]) -> list[int]:
+        """Of texts and ids one after the other: what begins a text begins the first one alone."""
+        encode = self.model.tokenizer.encode
+        found: list[int] = []
+        for i, part in enumerate(parts):
+            add_bos = None if i == 0 else False
+            found += self._known([part]) if isinstance(part, int) else encode(part, add_bos, True)
+        return found
 
     def _check_count(self, n: int) -> None:
         if n > self.most_texts:
@@ -97,8 +126,10 @@ class Maker:
     def chat(self, request: ChatRequest, key: str) -> tuple[list[Text], Marks]:
         """n answers to a conversation, and how they tell what they think. Raises ApiError."""
         wanted = tools_of(request)
-        n = self._limit(request.max_completion_tokens or request.max_tokens or -1)
-        if request.top_logprobs is not None and not request.logprobs:
+        n = self._limit(request.max_completion_tokens or (-1 if request.asked is None else request.asked))
+        if n == 0:
+            raise ApiError("n_predict must be at least 1, or -1 for no limit, got 0", param="n_predict")
+        if request.top_logprobs and not request.logprobs:
             raise ApiError("top_logprobs needs logprobs: true; give both", param="top_logprobs")
         best = (request.top_logprobs or 0) if request.logprobs else None
         several = bool(request.parallel_tool_calls)
@@ -107,7 +138,14 @@ class Maker:
         more = dict(request.chat_template_kwargs or {})
         if request.reasoning_effort is not None:
             more.setdefault("reasoning_effort", request.reasoning_effort)
-        prompt = self.rendered(request.messages, wanted[0], more)
+        goes_on = bool(request.continue_final_message)
+        if goes_on and request.add_generation_prompt:
+            raise ApiError("a message goes on or a new one begins: give one of add_generation_prompt and "
+                           "continue_final_message", param="continue_final_message")  # fmt: skip
+        answers = not goes_on and request.add_generation_prompt is not False
+        prompt = self.rendered(request.messages, wanted[0], more, answers=answers)
+        if goes_on:
+            prompt = _open_end(prompt, request.messages[-1], len(request.messages) - 1)
         template = self.model.chat_template
         assert template is not None
         # a text that follows a grammar is an answer from its first token on
@@ -153,27 +191,17 @@ class Maker:
     def _rules(
         self, request: Generating, n: int, best: int | None, of_tools: Mapping[str, Any] | None = None
     ) -> TextRules:
-        form = request.response_format
-        schema: dict[str, Any] | None = request.json_schema
-        if form is not None and form.type != "text":
-            if schema is not None or request.grammar is not None or request.regex is not None:
-                raise ApiError("one of response_format, grammar, json_schema and regex may be given, got several",
-                               param="response_format")  # fmt: skip
-            given = form.json_schema.schema_ if form.json_schema is not None else None
-            schema = form.schema_ or {"type": "object"} if form.type == "json_object" else given
-            if schema is None:
-                raise ApiError("a response_format of json_schema must have a schema, got none; give one",
-                               param="response_format.json_schema.schema")  # fmt: skip
+        form = form_of(request)
         if of_tools is not None:
-            if schema is not None or request.grammar is not None or request.regex is not None:
+            if form.field is not None:
                 raise ApiError("a text must be a call (tool_choice) or of a form (response_format, grammar), not both",
                                param="tool_choice")  # fmt: skip
-            schema = dict(of_tools)
+            form = Form(schema=dict(of_tools))
         try:
             stop = () if request.stop is None else request.stop
             return TextRules(
-                n, stop, request.stop_token_ids or (), bool(request.ignore_eos), request.grammar, schema, best,
-                request.regex,
+                n, stop, request.stop_token_ids or (), _never_ends(request, n), form.grammar, form.schema, best,
+                form.regex,
             )  # fmt: skip
         except SessionError as error:
             raise of_runtime(error, "stop" if str(error).startswith("a stop") else _rule_of(request)) from error
@@ -184,12 +212,25 @@ class Maker:
         changed = {name: value for name, value in given.items() if value is not None}
         if request.seed is not None:
             changed["seed"] = request.seed % (1 << 64) if request.seed != -1 else -1
+        if request.repetition_penalty is not None:  # vLLM's, of all tokens
+            changed.setdefault("repeat_penalty", request.repetition_penalty)
+            changed.setdefault("repeat_last_n", -1)
         if request.logit_bias:
-            changed["logit_bias"] = {int(token): bias for token, bias in request.logit_bias.items()}
+            changed["logit_bias"] = self._biases(request.logit_bias)
         try:
             return self.defaults.changed(changed)
         except SessionError as error:
             raise of_runtime(error) from error
+
+    def _biases(self, given: Biases) -> dict[int, float]:
+        """Those of token ids. A text stands for all of its tokens, as llama-server has it."""
+        if isinstance(given, dict):
+            return {int(token): bias for token, bias in given.items()}
+        found: dict[int, float] = {}
+        for token, bias in given:
+            ids = self.model.tokenizer.encode(token, False, True) if isinstance(token, str) else [int(token)]
+            found |= dict.fromkeys(ids, -math.inf if bias is False else float(bias))
+        return found
 
     def _texts(
         self, request: Generating, ids: list[int], n: int, rules: TextRules, key: str, scored: int | None = None
@@ -231,16 +272,32 @@ def tools_of(request: ChatRequest) -> tuple[list[Tool], str | None]:
     return tools, "" if choice == "required" else None
 
 
+def fields_of(params: SamplerParams) -> dict[str, Any]:
+    """Sampling parameters by the names of a request's fields."""
+    return {theirs: getattr(params, ours) for theirs, ours in _SAMPLERS.items()}
+
+
+def _never_ends(request: Generating, n: int) -> bool:
+    """Whether a text goes on behind its end, to n tokens. Raises ApiError for a least number (vLLM's) that isn't the
+    most."""
+    if not request.min_tokens or request.ignore_eos:
+        return bool(request.ignore_eos)
+    if n < 0 or request.min_tokens < n:
+        raise ApiError("min_tokens must be as many as max_tokens here; give both, or ignore_eos", param="min_tokens")
+    return True
+
+
 def _rule_of(request: Generating) -> str | None:
     """The field that a grammar's error is about."""
-    for name in ("grammar", "regex", "json_schema", "response_format", "stop_token_ids", "logit_bias"):
-        if getattr(request, name) is not None:
-            return name
-    return None
+    form = form_of(request).field
+    if form is not None:
+        return form
+    return next((name for name in ("stop_token_ids", "logit_bias") if getattr(request, name) is not None), None)
 
 
 def _plain(index: int, message: Message) -> dict[str, Any]:
-    """A message as templates know them: content is a text, arguments of calls are mappings."""
+    """A message as templates know them: content is a text, whose parts are lines, and arguments of calls are
+    mappings."""
     found: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role}
     content = message.content
     if isinstance(content, list):
@@ -248,17 +305,27 @@ def _plain(index: int, message: Message) -> dict[str, Any]:
             if part.type != "text" or part.text is None:
                 raise ApiError("a part of a message must be a text: models read text alone",
                                param=f"messages[{index}].content[{i}].type")  # fmt: skip
-        content = "".join(part.text or "" for part in content)
+        content = "\n".join(part.text or "" for part in content)
     if content is None and message.role != "assistant":
         raise ApiError(f"a message of role {message.role} must have content, got none",
                        param=f"messages[{index}].content")  # fmt: skip
     found["content"] = content or ""
     if message.tool_calls:
-        found["tool_calls"] = [tool_calls.plain(call, index) for call in message.tool_calls]
+        found["tool_calls"] = [tool_calls.plain(call, index, i) for i, call in enumerate(message.tool_calls)]
     for name in ("name", "tool_call_id", "reasoning_content"):
         if getattr(message, name) is not None:
             found[name] = getattr(message, name)
     return found
+
+
+def _open_end(prompt: str, last: Message, index: int) -> str:
+    """A prompt without what its template writes behind the last message, which goes on. Raises ApiError."""
+    said = _plain(index, last)["content"].strip()
+    at = prompt.rfind(said) if said else -1
+    if at < 0:
+        raise ApiError("the last message must have a text that the chat template writes as it is, to go on with",
+                       param=f"messages[{index}].content")  # fmt: skip
+    return prompt[: at + len(said)]
 
 
 def _too_long(error: SessionError, param: str) -> ApiError:

@@ -12,14 +12,17 @@ from collections.abc import Sequence
 from typing import Any
 
 from graphrt.tools.serve.errors import ApiError
+from graphrt.tools.serve.loose_schema import loose
 from graphrt.tools.serve.schemas import Tool, ToolCall
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+#: What a tool takes that tells of no parameters.
+_NONE = {"type": "object", "additionalProperties": False}
 
 
 def schema_of(tools: Sequence[Tool], name: str | None, *, several: bool = False) -> dict[str, Any] | None:
     """What a text must be that is a call of the tool of that name, "" for any; None where it need not be one. several:
-    or a list of calls."""
+    or a list of calls. Of tools that aren't strict what can't be followed is left out."""
     if name is None:
         return None
     wanted = [tool.function for tool in tools if name in ("", tool.function.name)]
@@ -35,8 +38,9 @@ def schema_of(tools: Sequence[Tool], name: str | None, *, several: bool = False)
     one = calls[0] if len(calls) == 1 else {"anyOf": calls}
     whole = {"anyOf": [one, {"type": "array", "items": one, "minItems": 1}]} if several else one
     # a tool's own references begin at its own schema
-    forms = {f"{i}": _moved(each.parameters or {"type": "object"}, f"#/$defs/{i}") for i, each in enumerate(wanted)}
-    return {**whole, "$defs": forms}
+    forms = {f"{i}": _moved(each.parameters or _NONE, f"#/$defs/{i}") for i, each in enumerate(wanted)}
+    found = {**whole, "$defs": forms}
+    return found if all(each.strict for each in wanted) else loose(found)
 
 
 def _moved(schema: Any, place: str) -> Any:
@@ -54,13 +58,13 @@ def _moved(schema: Any, place: str) -> Any:
         raise ApiError("a tool's parameters are nested too deeply; make them flatter", param="tools") from None
 
 
-def plain(call: ToolCall, index: int) -> dict[str, Any]:
-    """A call of an earlier turn as templates know them. index: of its message. Raises ApiError."""
+def plain(call: ToolCall, message: int, index: int) -> dict[str, Any]:
+    """A call of an earlier turn as templates know them. message, index: its place. Raises ApiError."""
     try:
         arguments = json.loads(call.function.arguments or "{}")
     except (ValueError, RecursionError):
-        raise ApiError("a call's arguments must be JSON",
-                       param=f"messages[{index}].tool_calls.function.arguments") from None  # fmt: skip
+        place = f"messages[{message}].tool_calls[{index}].function.arguments"
+        raise ApiError("a call's arguments must be JSON", param=place) from None
     return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
 
 

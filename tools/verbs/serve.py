@@ -72,6 +72,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     keys = "a key that requests must have; several times, or with commas between, for several"
     group.add_argument("--api-key", action="append", default=[], metavar="KEY", help=keys)
     group.add_argument("--api-key-file", metavar="FILE", help="the same, a key a line")
+    pages = "sites whose pages may ask, https://chat.example, with commas between, or *: all (default: none)"
+    group.add_argument("--cors-origins", default="", metavar="LIST", help=pages)
     many = f"texts that are made at once; others wait (default: {PARALLEL})"
     group.add_argument("-np", "--parallel", type=whole(1, 4096), default=PARALLEL, metavar="N", help=many)
     total = f"tokens that the cache holds for all texts together (default: {CONTEXTS} contexts, or {EACH} for each)"
@@ -148,7 +150,7 @@ def serve(args: argparse.Namespace, _: str = "") -> int:
     from graphrt.tools.serve import run
 
     ranks: Ranks | None = getattr(args, "as_ranks", None)
-    sampling, keys = sampler_params(args), api_keys(args)
+    sampling, keys, origins = sampler_params(args), api_keys(args), origins_of(args)
     listening = getattr(args, "listening", None)
     if ranks is not None and ranks.rank:
         if listening is not None:
@@ -163,7 +165,7 @@ def serve(args: argparse.Namespace, _: str = "") -> int:
         last_words.append(partial(_give_up, state))
         ready = getattr(args, "on_ready", lambda: None)
         with kept_prompts(state, args):
-            return run.run(state, keys, listening, address, args.shutdown_timeout, ready)
+            return run.run(state, keys, listening, address, args.shutdown_timeout, ready, origins)
 
 
 def _follow(ranks: Ranks, args: argparse.Namespace) -> int:
@@ -217,6 +219,16 @@ def api_keys(args: argparse.Namespace) -> list[str]:
     if not all(keys):
         raise SessionError("an API key must have a character, got an empty one; leave --api-key out for no keys")
     return keys
+
+
+def origins_of(args: argparse.Namespace) -> list[str]:
+    """Those of --cors-origins. Raises SessionError for what no browser says."""
+    found = [each.strip() for each in args.cors_origins.split(",") if each.strip()]
+    for each in found:
+        scheme, _, place = each.partition("://")
+        if each not in ("*", "null") and not (scheme and place and "/" not in place.rstrip("/")):
+            raise SessionError(f"an origin must be as https://chat.example, or * or null, got {each!r}; give no path")
+    return found
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import gzip
 import json
 import re
 import signal
@@ -146,6 +147,13 @@ def test_log_probabilities_of_prompts(http: httpx2.Client, client: openai.OpenAI
         assert texts[i] == choice.text and told[i] == [*zip(*choice.logprobs.__dict__.values())]
         assert choice.logprobs.token_logprobs[: len(ids)] == found.token_logprobs
         assert len(choice.logprobs.token_logprobs) == len(ids) + 3
+    # where each token stands in the text, which has not the space that a prompt's first word begins with
+    one = http.post(
+        TEXTS, json={"prompt": TEXT, "echo": True, "max_tokens": 4, "logprobs": 0, "temperature": 0}
+    ).json()["choices"][0]
+    tokens, offsets = one["logprobs"]["tokens"], one["logprobs"]["text_offset"]
+    assert [one["text"][at : at + len(token)] for at, token in zip(offsets[2:], tokens[2:])] == tokens[2:]
+    assert offsets[:2] == [0, 0] and tokens[:2] == ["<s>", " hello"]
     silent = http.post(TEXTS, json={"prompt": TEXT, "echo": True, "max_tokens": 0}).json()
     assert silent["choices"][0]["text"] == TEXT and silent["usage"]["completion_tokens"] == 0
 
@@ -168,10 +176,17 @@ def test_calls_of_tools(client: openai.OpenAI, http: httpx2.Client, choice: Any)
     call = found.message.tool_calls[0]
     assert call.function.name == "rain" and json.loads(call.function.arguments)["a"] in ("t", "he")
     deltas = [chunk.choices[0].delta for chunk in client.chat.completions.create(**asked, max_tokens=120, stream=True)]
-    told = [call for delta in deltas for call in delta.tool_calls or ()]
-    assert [c.function.arguments for c in told] == [call.function.arguments]
+    (name, arguments), first = [call for delta in deltas for call in delta.tool_calls or ()], deltas[0]
+    assert first.role == "assistant" and not any(delta.content for delta in deltas)
+    assert (name.index, name.id[:5], name.type, name.function.name) == (0, "call_", "function", "rain")
+    assert (arguments.index, arguments.id, arguments.function.name) == (0, None, None)
+    assert name.function.arguments + arguments.function.arguments == call.function.arguments
+    cut = client.chat.completions.create(**asked, max_tokens=3).choices[0]
+    assert (cut.finish_reason, cut.message.content, cut.message.tool_calls) == ("length", "", None)
     turn = [*USER, {"role": "assistant", "tool_calls": [call.model_dump()]}, {"role": "tool", "content": "wet"}]
+    turn[0] = {"role": "user", "content": [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]}
     prompt = http.post("/apply-template", json={"messages": turn, "tools": [WEATHER]}).json()["prompt"]
+    assert "user\none\ntwo<" in prompt
     assert prompt.startswith("rain ") and '"name": "rain"' in prompt and "wet" in prompt
 
 
@@ -214,7 +229,9 @@ def test_what_a_server_tells_of_itself(http: httpx2.Client, client: openai.OpenA
     assert http.get("/health").json() == {"status": "ok"}
     assert [model.id for model in client.models.list()] == ["tiny"]
     assert client.models.retrieve("tiny").id == "tiny"
+    assert http.get("/v1/models/tiny").json()["max_model_len"] == 4096
     props = http.get("/props").json()
+    assert props["model_path"] == "tiny.gguf" and props["default_generation_settings"]["params"]["temperature"] == 0
     assert props["total_slots"] == 6 and "im_start" in props["chat_template"]
     assert str(Path.home()) not in http.get("/props").text and "/tmp" not in http.get("/props").text
     assert [slot["is_processing"] for slot in http.get("/slots").json()] == [False] * 6
@@ -227,6 +244,7 @@ def test_what_a_server_tells_of_itself(http: httpx2.Client, client: openai.OpenA
 # ---- what is refused ----
 
 CHATS, TEXTS = "/v1/chat/completions", "/v1/completions"
+GOES_ON = {"continue_final_message": True}
 WRONG: list[tuple[str, Any, int, str | None]] = [
     (TEXTS, {}, 400, "prompt"),
     (TEXTS, {"prompt": TEXT, "max_tokens": "5"}, 400, "max_tokens"),
@@ -256,6 +274,10 @@ WRONG: list[tuple[str, Any, int, str | None]] = [
      400, "messages[0].content[0].type"),
     (CHATS, {"messages": USER, "top_logprobs": 2}, 400, "top_logprobs"),
     (CHATS, {"messages": USER, "n": 1000}, 400, "n"),
+    (CHATS, {"messages": USER, "presence_penalty": 2.1}, 400, "presence_penalty"),
+    (CHATS, {"messages": USER, "frequency_penalty": -2.1}, 400, "frequency_penalty"),
+    (CHATS, {"messages": USER, **GOES_ON, "add_generation_prompt": True}, 400, "continue_final_message"),
+    (CHATS, {"messages": [{"role": "assistant", "content": ""}], **GOES_ON}, 400, "messages[0].content"),
     (CHATS, {"messages": USER, "tool_choice": "required"}, 400, "tool_choice"),
     (CHATS, {"messages": USER, "functions": []}, 400, "functions"),
     (CHATS, {"messages": USER, "response_format": {"type": "json_schema"}}, 400, "response_format.json_schema.schema"),
@@ -285,6 +307,31 @@ def test_what_is_wrong_is_told_by_its_field(http: httpx2.Client) -> None:
 def test_bodies_that_are_no_request(http: httpx2.Client, body: bytes) -> None:
     answer = http.post(TEXTS, content=body)
     assert answer.status_code == 400 and answer.json()["error"]["message"]
+
+
+def test_bodies_as_they_come(http: httpx2.Client) -> None:
+    """In chunks, with a mark of their encoding, without a type, and none that is packed."""
+    body = json.dumps({"prompt": TEXT, "max_tokens": 2}).encode()
+    for given in (body, b"\xef\xbb\xbf" + body, (body[i : i + 3] for i in range(0, len(body), 3))):
+        assert http.post(TEXTS, content=given).status_code == 200
+    packed = http.post(TEXTS, content=gzip.compress(body), headers={"content-encoding": "gzip"})
+    assert packed.status_code == 415 and "Content-Encoding" in packed.json()["error"]["message"]
+    assert http.post(TEXTS, content=body, headers={"content-encoding": "identity"}).status_code == 200
+
+
+def test_a_message_goes_on(http: httpx2.Client) -> None:
+    """vLLM's names for what an answer begins with."""
+    begun = [*USER, {"role": "assistant", "content": "he is "}]
+    prompt = http.post("/apply-template", json={"messages": begun, "add_generation_prompt": False}).json()["prompt"]
+    text = prompt.removeprefix("<s>").partition("he is")[0] + "he is"
+    wanted = http.post("/completion", json={"prompt": text, "n_predict": 6})
+    for more in (GOES_ON, {**GOES_ON, "add_generation_prompt": False}):
+        found = http.post(CHATS, json={"messages": begun, "max_tokens": 6, **more}).json()
+        assert found["choices"][0]["message"]["content"] == wanted.json()["content"]
+        assert (
+            found["usage"]["prompt_tokens"]
+            < http.post(CHATS, json={"messages": begun, "max_tokens": 1}).json()["usage"]["prompt_tokens"]
+        )
 
 
 def test_pages_of_other_sites_are_refused(http: httpx2.Client) -> None:

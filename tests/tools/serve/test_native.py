@@ -1,0 +1,138 @@
+"""/completion, llama-server's own route: its form, its names, and the texts of OpenAI's route."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx2
+import openai
+import pytest
+from support.served import Served
+
+TEXT = "hello the sea"
+TEXTS = "/v1/completions"
+
+
+@pytest.fixture
+def http(served: Served) -> httpx2.Client:
+    return httpx2.Client(base_url=served.url, timeout=60)
+
+
+def made(http: httpx2.Client, **body: Any) -> Any:
+    answer = http.post("/completion", json={"prompt": TEXT, "n_predict": 6, **body})
+    assert answer.status_code == 200, (body, answer.text)
+    return answer.json()
+
+
+def plain(http: httpx2.Client, **body: Any) -> Any:
+    return http.post(TEXTS, json={"prompt": TEXT, "max_tokens": 6, **body}).json()
+
+
+def test_an_answer_is_that_of_openais_route(http: httpx2.Client) -> None:
+    wanted = plain(http)
+    found = made(http, return_tokens=True, seed=7)
+    assert found["content"] == wanted["choices"][0]["text"] and len(found["tokens"]) == 6
+    assert (found["stop"], found["stop_type"], found["stopping_word"]) == (True, "limit", "")
+    assert (found["tokens_predicted"], found["tokens_evaluated"]) == (6, wanted["usage"]["prompt_tokens"])
+    assert found["prompt"] == f"<s> {TEXT}" and found["has_new_line"] is False and found["truncated"] is False
+    assert (
+        found["generation_settings"] | {"n_predict": 6, "seed": 7, "temperature": 0.0} == found["generation_settings"]
+    )
+    told = found["timings"]
+    assert told["predicted_n"] == 6 and told["prompt_n"] + told["cache_n"] == found["tokens_evaluated"]
+    assert told["prompt_ms"] > 0 and told["predicted_ms"] > 0 and told["predicted_per_second"] > 0
+    assert (
+        made(http)["tokens"] == [] and http.post("/completions", json={"prompt": TEXT, "n_predict": 1}).json()["stop"]
+    )
+
+
+def test_why_a_text_ended(http: httpx2.Client) -> None:
+    text = made(http, n_predict=12)["content"]
+    at = text.index(text[6])
+    for stop, end in ((text[at], at), (text[at - 1 : at + 1], at - 1)):  # of two that end at once the longer one counts
+        stopped = made(http, n_predict=12, stop=["never", text[at], stop])
+        assert (stopped["content"], stopped["stop_type"], stopped["stopping_word"]) == (text[:end], "word", stop)
+    form = made(http, n_predict=-1, grammar='root ::= "sea" "\\n"')
+    assert (form["content"], form["stop_type"], form["has_new_line"]) == ("sea\n", "eos", True)
+    silent = made(http, n_predict=0, return_tokens=True, n_probs=1)
+    assert (silent["content"], silent["tokens"], silent["tokens_predicted"]) == ("", [], 0)
+
+
+def test_streams_tell_each_token(http: httpx2.Client) -> None:
+    whole = made(http, n_probs=3)
+    body = {"prompt": TEXT, "n_predict": 6, "n_probs": 3, "stream": True}
+    lines = [line for line in http.post("/completion", json=body).text.split("\n\n") if line]
+    *going, last = [json.loads(line.removeprefix("data: ")) for line in lines]
+    assert "".join(each["content"] for each in going) == whole["content"] and last["content"] == ""
+    assert not any(each["stop"] for each in going) and last["stop"] is True and last["tokens_predicted"] == 6
+    assert [each["tokens_predicted"] for each in going] == [1, 2, 3, 4, 5, 6]
+    told = [each["completion_probabilities"][0] for each in going]
+    assert told == whole["completion_probabilities"] and "completion_probabilities" not in last
+    for each in told:
+        assert (
+            len(each["top_logprobs"]) == 3
+            and each["logprob"] <= 0
+            and bytes(each["bytes"]).decode("utf-8", "replace") == each["token"]
+        )
+        assert each["top_logprobs"][0]["id"] == each["id"]
+
+
+def test_prompts_of_every_kind(http: httpx2.Client) -> None:
+    ids = http.post("/tokenize", json={"content": TEXT, "add_special": True}).json()["tokens"]
+    text = made(http)["content"]
+    several = made(http, prompt=[TEXT, ids, {"prompt_string": TEXT}, [*ids[:-1], ids[-1]]])
+    assert [each["content"] for each in several] == [text] * 4 and [each["index"] for each in several] == [0, 1, 2, 3]
+    assert made(http, prompt=ids)["content"] == made(http, prompt={"prompt_string": TEXT})["content"] == text
+    mixed = made(http, prompt=[*ids, "a", ids[-1]])
+    assert mixed["prompt"] == f"<s> {TEXT} a{http.post('/detokenize', json={'tokens': ids[-1:]}).json()['content']}"
+    assert made(http, prompt=["a", "he"])[1]["prompt"] == "<s> he"
+
+
+def test_what_is_chosen_of_an_answer(http: httpx2.Client) -> None:
+    assert made(http, rep_pen_range=5, samplers=["top_k"], nothing=1)["content"] == made(http)["content"]
+    found = made(http, response_fields=["content", "generation_settings/n_predict", "nothing/at/all"])
+    assert found == {"content": made(http)["content"], "generation_settings/n_predict": 6}
+
+
+def test_what_is_wrong(http: httpx2.Client) -> None:
+    for body, param in (
+        ({"prompt": [5, [6]]}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": [9999]}, "prompt"),
+        ({"n_predict": -2}, "n_predict"),
+        ({"n_probs": 21}, "n_probs"),
+        ({"post_sampling_probs": True}, "post_sampling_probs"),
+    ):
+        answer = http.post("/completion", json={"prompt": TEXT, **body})
+        assert answer.status_code == 400, answer.text
+        assert answer.json()["error"]["param"] in (param, None), answer.text
+
+
+def test_addresses_without_v1(http: httpx2.Client, served: Served) -> None:
+    client = openai.OpenAI(base_url=served.url, api_key="none", max_retries=0)
+    asked: Any = [{"role": "user", "content": TEXT}]
+    found = client.chat.completions.create(model="tiny", messages=asked, max_tokens=4)
+    wanted = openai.OpenAI(base_url=f"{served.url}/v1", api_key="none").chat.completions.create(
+        model="tiny", messages=asked, max_tokens=4
+    )
+    assert found.choices == wanted.choices
+    assert client.models.retrieve("tiny").id == "tiny" and [model.id for model in client.models.list()] == ["tiny"]
+    assert client.responses.create(model="tiny", input=TEXT, max_output_tokens=3).output_text
+    assert len(client.embeddings.create(model="tiny", input=TEXT).data) == 1
+
+
+def test_times_are_told_where_they_are_asked_for(http: httpx2.Client) -> None:
+    known = [made(http, prompt="the loan in the lane " * 20)["timings"] for _ in range(2)]
+    assert (
+        known[0]["cache_n"] == 0 < known[1]["cache_n"]
+        and known[1]["prompt_n"] == known[0]["prompt_n"] - known[1]["cache_n"]
+    )
+    assert "timings" not in plain(http)
+    assert plain(http, timings_per_token=True, n=2)["timings"]["predicted_n"] == 12
+    body = {"messages": [{"role": "user", "content": TEXT}], "max_tokens": 4, "timings_per_token": True, "stream": True}
+    lines = http.post("/v1/chat/completions", json={**body, "stream_options": {"include_usage": True}}).text.split(
+        "\n\n"
+    )
+    last = json.loads(lines[-3].removeprefix("data: "))
+    assert last["choices"] == [] and last["timings"]["predicted_n"] == 4 and last["usage"]["completion_tokens"] == 4

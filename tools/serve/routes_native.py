@@ -1,0 +1,153 @@
+"""/completion, llama-server's own route to texts after prompts, in its form."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from graphrt.models.generation import Piece
+from graphrt.tools.serve import answers
+from graphrt.tools.serve.errors import ApiError
+from graphrt.tools.serve.http import EventStream, body_of, encoded, watched
+from graphrt.tools.serve.inbox import Inbox
+from graphrt.tools.serve.scheduler import Text
+from graphrt.tools.serve.schemas_native import NativeRequest
+from graphrt.tools.serve.state import State, events, json_response, key_of
+from graphrt.tools.serve.texts import fields_of
+
+#: Piece.finish -> stop_type.
+_STOPPED = {"eog": "eos", "stop": "word", "length": "limit", "context": "limit"}
+
+
+class NativeRoute:
+    """The route."""
+
+    def __init__(self, state: State) -> None:
+        self.state = state
+
+    async def completion(self, request: Request) -> Response:
+        limits, maker = self.state.limits, self.state.generator()
+        body = await body_of(request, NativeRequest, limits.max_body, limits.body_seconds)
+        self.state.check_model(body.model)
+        key = key_of(request)
+        texts = await self.state.aside(lambda: maker.native(body, key))
+        inbox = self.state.submit(texts)
+
+        def leave() -> None:
+            self.state.worker.cancel(texts)
+
+        answer = Answer(self.state, body, texts)
+        if body.stream:
+            return EventStream(answer.stream(inbox), leave, inbox, last="", told=self.state.metrics.writes.add)
+        try:
+            with watched(request.receive, leave):
+                found = await answer.whole(inbox)
+        finally:
+            leave()
+        return json_response(found if body.is_list else found[0])
+
+
+class Answer:
+    """Texts after prompts, one for each. What says no number of tokens goes on to the context's end; with a number of
+    0 a prompt is read, and nothing told."""
+
+    def __init__(self, state: State, body: NativeRequest, texts: Sequence[Text]) -> None:
+        self.state, self.body, self.texts = state, body, texts
+        self._shown, self._finish = [""] * len(texts), [""] * len(texts)
+        self._made: list[list[int]] = [[] for _ in texts]
+
+    def _read(self, i: int, piece: Piece) -> None:
+        self._shown[i] += piece.text
+        self._finish[i] = piece.finish
+        self._made[i].append(piece.token)
+
+    async def whole(self, inbox: Inbox) -> list[dict[str, Any]]:
+        """All of them."""
+        pieces: list[list[Piece]] = [[] for _ in self.texts]
+        async for i, event in events(self.texts, inbox):
+            assert event.piece is not None
+            pieces[i].append(event.piece)
+            self._read(i, event.piece)
+        return [self._chosen(self._ended(i, made)) for i, made in enumerate(pieces)]
+
+    async def stream(self, inbox: Inbox) -> AsyncIterator[str]:
+        """Piece by piece."""
+        try:
+            async for i, event in events(self.texts, inbox):
+                piece = event.piece
+                assert piece is not None
+                self._read(i, piece)
+                if self.body.asked != 0:
+                    yield encoded(self._going(i, piece))
+                if piece.finish:
+                    yield encoded(self._chosen(self._ended(i, [])))
+        except ApiError as error:
+            yield encoded(error.body())
+
+    def _going(self, i: int, piece: Piece) -> dict[str, Any]:
+        """A token, and what became complete with it."""
+        text = self.texts[i]
+        found = {
+            "index": i, "content": piece.text, "tokens": [piece.token], "stop": False, "id_slot": text.seq,
+            "tokens_predicted": len(self._made[i]), "tokens_evaluated": len(text.prompt),
+        }  # fmt: skip
+        return found | self._probabilities([piece])
+
+    def _ended(self, i: int, pieces: Sequence[Piece]) -> dict[str, Any]:
+        """The whole of a text. pieces: what it is made of, none where they were told before."""
+        text, tokenizer, silent = self.texts[i], self.state.model.tokenizer, self.body.asked == 0
+        made, finish = self._made[i], self._finish[i]
+        return {
+            "index": i,
+            "content": "" if silent or not pieces else self._shown[i],
+            "tokens": [piece.token for piece in pieces] if self.body.return_tokens and not silent else [],
+            "id_slot": text.seq,
+            "stop": True,
+            "model": self.state.name,
+            "tokens_predicted": 0 if silent else len(made),
+            "tokens_evaluated": len(text.prompt),
+            "generation_settings": self._settings(text),
+            "prompt": b"".join(map(tokenizer.piece, text.prompt)).decode("utf-8", "replace"),
+            "has_new_line": "\n" in self._shown[i],
+            "truncated": False,
+            "stop_type": _STOPPED[finish],
+            "stopping_word": self._word(i, made) if finish == "stop" else "",
+            "tokens_cached": len(text.prompt) + len(made),
+            "timings": answers.timings([text]),
+        } | (self._probabilities(pieces) if pieces and not silent else {})
+
+    def _word(self, i: int, made: Sequence[int]) -> str:
+        """The stop text that a text ended with, "" where that was a token."""
+        stream = self.state.model.tokenizer.stream()
+        rest = ("".join(map(stream.push, made)) + stream.flush())[len(self._shown[i]) :]
+        return max((each for each in self.body.stops if rest.startswith(each)), key=len, default="")
+
+    def _probabilities(self, pieces: Sequence[Piece]) -> dict[str, Any]:
+        """Those of tokens, where they were asked for."""
+        told = [answers.native_logprobs(piece, self.state.model.tokenizer) for piece in pieces if piece.logprobs]
+        return {"completion_probabilities": told} if told else {}
+
+    def _settings(self, text: Text) -> dict[str, Any]:
+        """How a text was made, by the names of a request's fields."""
+        found = fields_of(text.sampler.params) | {"seed": text.sampler.seed % (1 << 32)}
+        more = {
+            "n_predict": text.most,
+            "max_tokens": text.most,
+            "stop": self.body.stops,
+            "stream": bool(self.body.stream),
+        }
+        return found | more | {"n_probs": self.body.n_probs or 0, "ignore_eos": bool(self.body.ignore_eos)}
+
+    def _chosen(self, found: Mapping[str, Any]) -> dict[str, Any]:
+        """Of an answer what response_fields name, by "a/b" for b of a; all where they name nothing."""
+        chosen: dict[str, Any] = {}
+        for field in self.body.response_fields or ():
+            value: Any = found
+            for name in field.split("/"):
+                value = value.get(name) if isinstance(value, Mapping) else None
+            if value is not None:
+                chosen[field] = value
+        return chosen or dict(found)

@@ -1,0 +1,101 @@
+"""What bodies of requests to /v1/responses may hold."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from graphrt.models.key_reader import INT32_MAX
+from graphrt.tools.serve.schemas import (
+    MAX_CHOICES,
+    MAX_TEXTS,
+    MAX_TOP_LOGPROBS,
+    Body,
+    Loose,
+    Name,
+    Part,
+    StreamOptions,
+)
+
+
+class TextFormat(Body):
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class TextOptions(Body):
+    format: TextFormat | None = None
+
+
+class ReasoningOptions(Body):
+    effort: Annotated[str, Field(max_length=64)] | None = None
+    summary: str | None = None  # none is made
+    generate_summary: str | None = None  # its older name
+
+
+class FunctionTool(Loose):
+    """Tools of other types are refused by a sentence of their own."""
+
+    type: str
+    name: Name | None = None
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class NamedChoice(Loose):
+    type: Literal["function"]
+    name: Name
+
+
+class Item(Loose):
+    """A message, or what this API tells beside messages, which clients send back: what was thought, a call of a tool
+    and its result. Items of other types are refused by a sentence of their own."""
+
+    type: str = "message"
+    role: Literal["system", "developer", "user", "assistant"] = "user"
+    content: str | Annotated[list[Part], Field(max_length=MAX_TEXTS)] | None = None
+    summary: Annotated[list[Part], Field(max_length=MAX_TEXTS)] | None = None
+    call_id: str | None = None
+    name: Name | None = None
+    arguments: str | None = None
+    output: str | Annotated[list[Part], Field(max_length=MAX_TEXTS)] | None = None
+
+
+class ResponsesRequest(Body):
+    """The request."""
+
+    model: str | None = None
+    input: str | Annotated[list[Item], Field(min_length=1, max_length=1 << 16)]
+    instructions: str | None = None
+    max_output_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
+    top_p: float | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    stream: bool | None = None
+    text: TextOptions | None = None
+    reasoning: ReasoningOptions | None = None
+    tools: Annotated[list[FunctionTool], Field(max_length=MAX_CHOICES)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None
+    parallel_tool_calls: bool | None = None
+    include: list[Literal["reasoning.encrypted_content", "message.output_text.logprobs"]] | None = None
+    # of what is stored: nothing is
+    previous_response_id: str | None = None
+    conversation: str | dict[str, Any] | None = None
+    # taken and not looked at
+    background: Literal[False] | None = None
+    stream_options: StreamOptions | None = None
+    truncation: Literal["disabled"] | None = None
+    user: str | None = None
+    metadata: dict[str, str] | None = None
+    service_tier: Literal["auto", "default", "flex", "priority", "scale"] | None = None
+    prompt_cache_key: str | None = None
+    safety_identifier: str | None = None
+
+    @property
+    def tells_logprobs(self) -> bool:
+        return "message.output_text.logprobs" in (self.include or ())
