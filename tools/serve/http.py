@@ -158,7 +158,8 @@ class Held:
         self.is_free = write is not None
 
     def add(self, value: str) -> bool:
-        """Takes an event's data, or its lines if it has a name. Whether it goes out by itself; else who adds has to send what is held."""
+        """Takes an event's data, or its lines if it has a name. Whether it goes out by itself; else who adds has to
+        send what is held."""
         if not self._held and self.is_free:
             asyncio.get_running_loop().call_soon(self.flush)
         self.hold(value)
