@@ -19,9 +19,11 @@ from graphrt.backend import numbered
 from graphrt.errors import GraphrtError, RankError
 from graphrt.rank_watch import Fault
 from graphrt.ranks import Ranks, join, leave
+from graphrt.tools.ranks.keyboard import StandardInput
 
-#: What a rank's process ends with where the answer is no (1), which Python ends with where it can't even start.
-NO = 101
+#: What a rank's process ends with where a verb's code is no (1), or that something could not be done (2): Python ends
+#: with the one where it can't even start, and a rank that fails with the other.
+OWN_CODES = {1: 101, 2: 102}
 #: The file, in the ranks' folder, that says that a server answers.
 SERVES = "serves"
 #: What a verb does on every rank: its options and the prompt, and the exit code. A function of a module.
@@ -52,7 +54,7 @@ def as_rank(
         args.model, prompt = ranks.told((_model(args), prompt) if rank == 0 else None)
         args.as_ranks = replace(ranks, ep=getattr(args, "ep", False))
         code = generate(args, prompt)
-        if code in (0, 1):
+        if code in (0, *OWN_CODES):
             ranks.told(None)  # nobody leaves while another still listens
         return code
     finally:
@@ -117,6 +119,9 @@ def started(rank: int, size: int, folder: str, args: argparse.Namespace, generat
         _say(out, {"text": fault.text, "lost": False, "rank": fault.rank})
         _end(fault, size)
 
+    typed: StandardInput | None = getattr(args, "standard_input", None)
+    if typed is not None:
+        typed.close() if rank else typed.take()
     if rank:
         be_quiet()
     try:
@@ -132,7 +137,7 @@ def started(rank: int, size: int, folder: str, args: argparse.Namespace, generat
         if not known and not rank:
             traceback.print_exc(file=errors)
         os._exit(2)
-    os._exit(NO if code == 1 else code)  # threads of a link that others have left would hold Python's own end up
+    os._exit(OWN_CODES.get(code, code))  # threads of a link that others have left would hold Python's own end up
 
 
 def _say(path: Path, said: dict[str, Any]) -> None:

@@ -146,14 +146,14 @@ class Tally:
 def main(args: argparse.Namespace) -> int:
     if args.profile_overlay is not None and not args.profile:
         raise SessionError("--profile-overlay writes what --profile measures, got no --profile; give both")
-    if over_ranks(args):
-        from graphrt.tools.ranks.launch import run_on_ranks
-
-        return run_on_ranks("run", args, generate, partial(prompt_text, args), partial(_check_ranks, args))
     if is_chat(args):
         from graphrt.tools.verbs import chat
 
         return chat.main(chat.from_run(args))
+    if over_ranks(args):
+        from graphrt.tools.ranks.launch import run_on_ranks
+
+        return run_on_ranks("run", args, generate, partial(prompt_text, args), partial(_check_ranks, args))
     return generate(args, prompt_text(args))
 
 
@@ -162,7 +162,7 @@ def _check_ranks(args: argparse.Namespace) -> None:
     from graphrt.tools.ranks.launch import refuse
 
     alone = {
-        "a chat": is_chat(args), "--profile": args.profile,
+        "--profile": args.profile,
         "--prompt-cache of several texts": args.prompt_cache is not None and (args.parallel > 1 or args.page),
     }  # fmt: skip
     refuse(alone, "several ranks write texts of one prompt")
