@@ -35,7 +35,7 @@ TYPED = (
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("chat") / "m.gguf"
+    path: Path = tmp_path_factory.mktemp("chat") / "m.gguf"
     return write_model(path, "llama", tokenizer="spm", chat=CHAT, context_length=20_000)
 
 
