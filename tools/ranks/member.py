@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,8 @@ from graphrt.tools.ranks.keyboard import StandardInput
 #: What a rank's process ends with where a verb's code is no (1), or that something could not be done (2): Python ends
 #: with the one where it can't even start, and a rank that fails with the other.
 OWN_CODES = {1: 101, 2: 102}
+#: Options in which ranks may differ: of their hosts, and what the first rank tells the others.
+OWN = ("model", "prompt", "file", "threads", "threads_batch")
 #: The file, in the ranks' folder, that says that a server answers.
 SERVES = "serves"
 #: What a verb does on every rank: its options and the prompt, and the exit code. A function of a module.
@@ -42,6 +44,7 @@ def as_rank(
     another rank is lost."""
     rank, size = place
     local = int(os.environ.get("LOCAL_RANK", rank))
+    asked = _options(args)
     gpus = _takes_gpu(args.backend, local)
     args.backend = own_backend(args.backend, local)
     ranks = join(rank, size, folder, ended, gpus=gpus, stages=getattr(args, "pp", 1))
@@ -49,6 +52,7 @@ def as_rank(
         versions = ranks.everyones(__version__)
         if len(set(versions)) > 1:
             raise RankError(f"all ranks must run one version of graphrt, they run {', '.join(versions)}; install one")
+        _check_options(ranks.everyones(asked))
         _share_cores(args, ranks)
         args.asked = args.model
         args.model, prompt = ranks.told((_model(args), prompt) if rank == 0 else None)
@@ -59,6 +63,24 @@ def as_rank(
         return code
     finally:
         leave()
+
+
+def _options(args: argparse.Namespace) -> dict[str, str]:
+    """What a command line says, spelled out, but for what is each rank's own."""
+    plain = (str, int, float, bool, list, tuple, type(None))
+    return {key: repr(value) for key, value in vars(args).items() if key not in OWN and isinstance(value, plain)}
+
+
+def _check_options(everyones: Sequence[Mapping[str, str]]) -> None:
+    """Raises RankError where torchrun was started with other options on another host: ranks would not meet."""
+    first = everyones[0]
+    for rank, said in enumerate(everyones):
+        other = next((key for key in [*first, *said] if first.get(key) != said.get(key)), None)
+        if other is not None:
+            raise RankError(
+                f"all ranks must have the same options, {other} is {first.get(other, 'absent')[:80]} on rank 0 and "
+                f"{said.get(other, 'absent')[:80]} on rank {rank}; start all alike"
+            )
 
 
 def _model(args: argparse.Namespace) -> str | None:
