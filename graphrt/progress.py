@@ -31,23 +31,28 @@ _display: ContextVar[Display | None] = ContextVar("display", default=None)
 @contextmanager
 def task(title: str, total: int, unit: str = "") -> Iterator[Advance]:
     """Work of `total` units, "tokens" or "bytes" for instance. What it gives is called with the units just done."""
-    display = _display.get()
-    if display is None:
+    shown = display()
+    if shown is None:
         yield ignore
         return
-    with shown_by(None), display(title, total, unit) as advance:
+    with shown_by(None), shown(title, total, unit) as advance:
         yield advance
 
 
 @contextmanager
-def shown_by(display: Display | None) -> Iterator[None]:
-    """Tasks that this thread opens inside are shown by `display`, or by none."""
+def shown_by(shown: Display | None) -> Iterator[None]:
+    """Tasks that this thread opens inside are shown by `shown`, or by none."""
     before = _display.get()
-    _display.set(display)
+    _display.set(shown)
     try:
         yield
     finally:
         _display.set(before)
+
+
+def display() -> Display | None:
+    """What shows this thread's tasks."""
+    return _display.get()
 
 
 def ignore(n: int = 1, /) -> None:

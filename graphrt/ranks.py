@@ -189,7 +189,7 @@ def join(
     private one on a disk that all of them see, where they find each other; "" for the address that torchrun has set.
     ended: called from a thread when another rank hangs, while this one may wait for it in a call that nothing else
     ends; None for no watch. gpus: each has one of its own, torch's current device, and they are linked too, by NCCL.
-    Raises RankError where they don't find each other."""
+    Raises RankError where they don't find each other, or have other stages."""
     import torch.distributed as dist
 
     how: dict[str, Any] = {"init_method": f"file://{folder}/store"} if folder else {}
@@ -200,6 +200,11 @@ def join(
         first = str(error).strip().splitlines()[0][:200]
         raise RankError(f"{size} ranks must find each other, rank {rank} did not ({first}); start all again") from error
     ranks = Ranks(rank, size, stages=stages)
+    everyones = ranks.everyones(stages)
+    if len(set(everyones)) > 1:
+        raise RankError(
+            f"all ranks must be divided into as many stages, got {everyones}, rank by rank; give all one --pp"
+        )
     if stages > 1:
         _divide(ranks)
     _gpus.extend([rank] if gpus else [])

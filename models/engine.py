@@ -59,6 +59,8 @@ MAX_AHEAD = 4
 #: Steps that a prompt is read in, for each stage of a pipeline, and the fewest tokens of one that is made smaller for
 #: that: all stages then work at once, but for the first steps and the last ones.
 STEPS_OF_A_STAGE, LEAST_TOKENS = 4, 64
+#: The title of the task of reading a prompt.
+READING = "reading the prompt"
 #: The wanted rows of a step of one token.
 _FIRST = np.zeros(1, np.int32)
 #: Of a step that gives none.
@@ -240,7 +242,7 @@ class AnyEngine(ABC, Generic[C, S]):
 
     def reading(self, n: int) -> AbstractContextManager[Advance]:
         """The task of reading n tokens: a prompt's, since a step of generated ones is over at once."""
-        return task("reading the prompt", n, "tokens") if n > self.n_seq else nullcontext(ignore)
+        return task(READING, n, "tokens") if n > self.n_seq else nullcontext(ignore)
 
     def at_once(self, n: int) -> int:
         """How many of a sequence's n tokens a step reads: n_batch, or of a pipeline fewer, so that its stages have

@@ -34,7 +34,7 @@ from graphrt.models.gguf import GGUFFile
 from graphrt.models.grammar import GrammarVocab
 from graphrt.models.hparams import Keys
 from graphrt.models.placement import for_weights
-from graphrt.models.ranks.adapters import WholeShapes, use_adapters
+from graphrt.models.ranks.adapters import WholeShapes, check_adapters, use_adapters
 from graphrt.models.ranks.network import network_of
 from graphrt.models.ranks.played import PlayedDecoder
 from graphrt.models.rope_options import RopeOptions
@@ -114,13 +114,16 @@ class Model:
         """Loads LoRA adapters, files by the names they get; once, before there are sessions. scales: how much of each
         sessions have, 1 of all unless given, and sequences of engines with pages unless told otherwise
         (PagedEngine.use_adapters()). Of a model that is cut over ranks each has a part. Raises GGUFError, SessionError
-        for what is no adapter of this model, and for one that has adapters already."""
+        for what is no adapter of this model, and for one that has adapters already, RankError where ranks have
+        others."""
         if self.decoder.adapters is not None or not given:
             raise SessionError(f"adapters are loaded once, all of them, got {'more' if given else 'none'}")
         arch, weights = self.decoder.hp.arch, self.weights
         is_cut = self.decoder.share is not None or isinstance(self.decoder, PlayedDecoder)
         whole = WholeShapes(weights) if is_cut else weights
         files = [read_adapter(Path(path), name, arch, whole) for name, path in given.items()]
+        if self.ranks is not None:
+            check_adapters(self.ranks, files, scales)
         home, amounts = for_weights(self.backends), list(scales) or [1.0] * len(files)
         if is_cut:
             use_adapters(self.decoder, files, amounts, home)

@@ -84,15 +84,15 @@ class _Linker:
         sources = [None if s is None else self._of(rank, s) for s in node.src]
         if node.op not in LINKED:
             twin = with_sources(node, sources)
-            twin.name = _name(node.name, rank)
+            twin.name = name_on(node.name, rank)
             return twin
         if node.op == "SEND":
             params = SendParams(node.params.rank, node.params.other, played=True)
-            made = build(SEND, *sources, params=params, name=_name(node.name, rank))
+            made = build(SEND, *sources, params=params, name=name_on(node.name, rank))
             self.sent[rank, node.params.other].append(made)
         else:
             sent = self.sent[node.params.other, rank].popleft()
-            made = build(RECV, sources[0], sent, params=node.params, name=_name(node.name, rank))
+            made = build(RECV, sources[0], sent, params=node.params, name=name_on(node.name, rank))
         made.flags |= node.flags
         return made
 
@@ -113,11 +113,12 @@ class _Linker:
             if rank != stage[0] and shared:  # all ranks have the same bits
                 self.made[rank][node] = self.made[stage[0]][nodes[0]]
                 continue
-            made = build(spec, *parts, params=node.params, name=_name(node.name, rank))
+            made = build(spec, *parts, params=node.params, name=name_on(node.name, rank))
             made.flags |= node.flags
             self.made[rank][node] = made
         return True
 
 
-def _name(name: str, rank: int) -> str:
+def name_on(name: str, rank: int) -> str:
+    """What a rank's node is called where one graph has all ranks."""
     return name if rank == 0 else f"{name[: MAX_NAME - 8]}@{rank}"

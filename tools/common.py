@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from graphrt.models.engine import SessionOptions
     from graphrt.models.gguf import GGUFFile
     from graphrt.models.model import Model
+    from graphrt.tools.inspect.subject import Played
 
 
 #: What the verbs call long work: graphrt.progress.task, which the command line shows.
@@ -237,10 +238,11 @@ def alone_backend(name: str, exact: bool, bits: int) -> Backend:
 
 
 def load_model(
-    args: argparse.Namespace, exact: bool, before: Callable[[GGUFFile, Sequence[Backend]], None] | None = None
-) -> Model:
+    args: argparse.Namespace, exact: bool, before: Callable[[GGUFFile, Sequence[Backend]], None] | None = None,
+    played: Played | None = None,
+) -> Model:  # fmt: skip
     """The model that `args.model` names, pulled if need be, or with a verb's --synthetic one that is made up. before:
-    see models.load()."""
+    see models.load(); played: ranks that are played in this process."""
     from graphrt.models import hub
     from graphrt.models.model import load
     from graphrt.models.synthetic import synthetic
@@ -257,8 +259,10 @@ def load_model(
         file = recall(made_up) if made_up.startswith("recall") else synthetic(made_up, vocabulary=True)
     else:
         file = hub.resolve(args.model)
-    ranks = getattr(args, "as_ranks", 1)
-    model = load(file, backend, exact=exact, rope=rope_options(args), before=before, ranks=ranks)
+    how: dict[str, Any] = {"ranks": getattr(args, "as_ranks", 1)}
+    if played is not None:
+        how = {"ranks": played.ranks, "stages": played.stages, "ep": played.ep}
+    model = load(file, backend, exact=exact, rope=rope_options(args), before=before, **how)
     use_adapters(model, args)
     startup.done()
     return model

@@ -13,12 +13,15 @@ from typing import cast
 import numpy as np
 
 from graphrt.backend import Backend
+from graphrt.errors import RankError
 from graphrt.models.adapters import F32, AdapterFile, Adapters
 from graphrt.models.arch.skeleton import Decoder
 from graphrt.models.ranks.played import PlayedDecoder
 from graphrt.models.ranks.share import Span
 from graphrt.models.ranks.weights import RankWeights
 from graphrt.models.weights import Weights
+from graphrt.printing import brief
+from graphrt.ranks import Ranks
 from graphrt.tensor import Tensor, new_tensor
 
 
@@ -28,6 +31,17 @@ class WholeShapes(Weights):
     def __init__(self, weights: Weights) -> None:
         super().__init__(weights.file, weights.backend)
         self.loaded = {name: new_tensor(t.dtype, *t.ne, name=name) for name, t in weights.file.tensors.items()}
+
+
+def check_adapters(ranks: Ranks, files: Sequence[AdapterFile], scales: Sequence[float]) -> None:
+    """Raises RankError on every rank unless all have the same adapters, and as much of each."""
+    everyones = ranks.everyones([(file.name, file.fingerprint.hex()[:12]) for file in files] + [*map(float, scales)])
+    other = next((rank for rank, said in enumerate(everyones) if said != everyones[0]), None)
+    if other is not None:
+        raise RankError(
+            f"all ranks must have the same adapters, rank 0 has {brief(everyones[0])}, rank {other} "
+            f"{brief(everyones[other])}; give all the same files"
+        )
 
 
 def use_adapters(decoder: Decoder, files: Sequence[AdapterFile], scales: Sequence[float], home: Backend) -> None:

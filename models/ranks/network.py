@@ -44,9 +44,12 @@ def network_of(
 
 
 def check_alike(ranks: Ranks, hp: HParams, file: GGUFFile, backend: Backend) -> None:
-    """Raises RankError on every rank unless all have one file, by names, shapes, keys and samples of the data."""
+    """Raises RankError on every rank unless all have one file, by names, shapes, keys and samples of the data; of its
+    vocabulary what is no list, such as the ids that end a text, since lists take long to read."""
+    words = {key: file.metadata[key] for key in file.metadata if key.startswith("tokenizer.") and _is_single(file, key)}
     mine = {
         "keys": hashlib.sha256(repr(hp).encode()).hexdigest()[:12],
+        "vocabularies": hashlib.sha256(repr(sorted(words.items())).encode("utf-8", "replace")).hexdigest()[:12],
         "tensors": Weights(file, backend).fingerprint.hex()[:12],
     }
     everyones = ranks.everyones(mine)
@@ -57,6 +60,10 @@ def check_alike(ranks: Ranks, hp: HParams, file: GGUFFile, backend: Backend) -> 
             raise RankError(
                 f"all ranks must have one file, their {what} differ: rank 0 has {of_first}, {named}; give all the same"
             )
+
+
+def _is_single(file: GGUFFile, key: str) -> bool:
+    return file.metadata.array_length(key) is None and key != "tokenizer.chat_template"
 
 
 def plan_of(

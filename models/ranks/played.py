@@ -36,6 +36,7 @@ class PlayedWeights(Weights):
 
     def __init__(self, parts: list[RankWeights]) -> None:
         super().__init__(parts[0].file, parts[0].backend)
+        self.plan = parts[0].plan
         for rank, part in enumerate(parts):
             self.loaded |= {f"{name}@{rank}" if rank else name: leaf for name, leaf in part.loaded.items()}
 

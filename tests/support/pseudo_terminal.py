@@ -68,6 +68,12 @@ class PseudoTerminal:
         while self.output.rfind("\x1b[?2004h") <= self.output.rfind("\x1b[?2004l"):
             assert self._read(deadline), f"the editor was waited for behind {self.output!r}"
 
+    @property
+    def echoes(self) -> bool:
+        """The terminal shows what is typed and reads whole lines, as it does where no line editor has it."""
+        modes: int = termios.tcgetattr(self._end)[3]
+        return bool(modes & termios.ECHO and modes & termios.ICANON)
+
     def code(self) -> int:
         """Waits until the program ends."""
         deadline = time.monotonic() + self._seconds

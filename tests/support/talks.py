@@ -11,6 +11,7 @@ import pytest
 from graphrt.models import Model, SamplerParams
 from graphrt.models.chat import ChatTemplate
 from graphrt.models.engine import SessionOptions
+from graphrt.models.session import Session
 from graphrt.tools.chat.conversation import Answer, Conversation
 from graphrt.tools.chat.settings import Settings
 from support.tiny import CHAT
@@ -20,9 +21,12 @@ EOS = 2  # of tiny.py's SPM vocabulary
 F32 = {"type_k": "f32", "type_v": "f32"}
 
 
-def talk(model: Model, n_ctx: int = 160, predict: int = 5, chat: str = CHAT, **how: Any) -> Conversation:
-    """A new conversation with greedy answers of at most `predict` tokens."""
-    session = model.session(SessionOptions(n_ctx=n_ctx, **F32))
+def talk(
+    model: Model, n_ctx: int = 160, predict: int = 5, chat: str = CHAT, n_batch: int = 512,
+    session: Session | None = None, **how: Any,
+) -> Conversation:  # fmt: skip
+    """A new conversation with greedy answers of at most `predict` tokens, in a new session unless given."""
+    session = session or model.session(SessionOptions(n_ctx=n_ctx, n_batch=n_batch, **F32))
     return Conversation(model, session, ChatTemplate(chat, "<s>", "</s>"), Settings(GREEDY, predict), **how)
 
 

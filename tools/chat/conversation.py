@@ -18,14 +18,12 @@ from typing import Any
 
 from graphrt.errors import SessionError
 from graphrt.models.chat import ChatTemplate
-from graphrt.models.choices import choices
 from graphrt.models.generation import Piece, TextRules
 from graphrt.models.model import Model
-from graphrt.models.sampling import Sampler
 from graphrt.models.sampling_params import SamplerParams
 from graphrt.models.session import Session
 from graphrt.tools.chat import saved
-from graphrt.tools.chat.interrupts import Interrupts
+from graphrt.tools.chat.reading import Reader
 from graphrt.tools.chat.saved import Turn, messages_of
 from graphrt.tools.chat.settings import Settings
 
@@ -80,18 +78,18 @@ class Conversation:
     """Turns of one conversation, and the session in which they are read.
 
     template: the chat template; rules: fields of TextRules beside n, as stop texts; shifts: when the context
-    is full the oldest turns leave it, else the answer ends there. turns: all of them; first: the oldest that the model
-    still sees; answers: figures of all answers so far, undone ones included.
+    is full the oldest turns leave it, else the answer ends there; reader: of the same model and session. turns: all of
+    them; first: the oldest that the model still sees; answers: figures of all answers so far, undone ones included.
     """
 
     def __init__(
         self, model: Model, session: Session, template: ChatTemplate, settings: Settings = Settings(), *,
         system: str | None = None, rules: Mapping[str, Any] = MappingProxyType({}), shifts: bool = True,
-        interrupts: Interrupts | None = None,
+        reader: Reader | None = None,
     ) -> None:  # fmt: skip
         self.model, self.session, self.template = model, session, template
         self.settings, self.system, self.rules, self.shifts = settings, system, rules, shifts
-        self.interrupts = interrupts or Interrupts()
+        self.reader = reader or Reader(model, session)
         self.turns: list[Turn] = []
         self.first = 0
         self.answers: list[Answer] = []
@@ -115,7 +113,7 @@ class Conversation:
         answer, text = Answer(), ""
         self.answers.append(answer)
         try:
-            with self.interrupts.watched(), closing(self._made(question, answer)) as pieces:
+            with self.reader.interrupts.watched(), closing(self._made(question, answer)) as pieces:
                 for piece in pieces:
                     text += piece.text
                     yield piece.text
@@ -167,37 +165,36 @@ class Conversation:
     def _made(self, question: str, answer: Answer) -> Generator[Piece, None, None]:
         """The pieces of an answer. Where the context is full, turns leave it and the answer goes on."""
         begun, made = time.perf_counter(), list[int]()
-        sampler, pieces = self.model.new_text(self._sampling(), TextRules(self.settings.predict, **self.rules))
+        pieces = self.reader.begin(self._sampling(), TextRules(self.settings.predict, **self.rules))
         prompt = self._prompt(question, 0, answer)
         if prompt is None:
             raise SessionError(f"the context holds {self.session.n_ctx} tokens, this question has more; shorten it")
         answer.n_prompt = len(prompt)
         while prompt is not None:
             tokens, prompt, reading = [*prompt, *made], None, True
-            for token in self._behind(tokens, sampler, answer):
-                made.append(token)
-                now = time.perf_counter()
-                answer.add(now - begun, reading)
-                begun, reading = now, False
-                full = self.session.n_past >= self.session.n_ctx
-                if full and self.shifts and not self.model.tokenizer.is_eog(token):
-                    prompt = self._prompt(question, len(made), answer)
-                piece = pieces.add(token, full=full and prompt is None)
-                answer.ended = piece.finish or STOPPED
-                yield piece
-                if piece.finish:
-                    return
-                if full:
-                    break
+            with closing(self._behind(tokens, answer)) as chosen:
+                for token in chosen:
+                    made.append(token)
+                    now = time.perf_counter()
+                    answer.add(now - begun, reading)
+                    begun, reading = now, False
+                    full = self.session.n_past >= self.session.n_ctx
+                    if full and self.shifts and not self.model.tokenizer.is_eog(token):
+                        prompt = self._prompt(question, len(made), answer)
+                    piece = pieces.add(token, full=full and prompt is None)
+                    answer.ended = piece.finish or STOPPED
+                    yield piece
+                    if piece.finish:
+                        return
+                    if full:
+                        break
 
-    def _behind(self, tokens: Sequence[int], sampler: Sampler, answer: Answer) -> Generator[int, None, None]:
+    def _behind(self, tokens: Sequence[int], answer: Answer) -> Generator[int, None, None]:
         """The tokens that the model puts behind these, of which it reads those that the session does not hold."""
-        session, n_before, left = self.session, answer.n_made, self.settings.predict
-        unread = session.keep_prefix(tokens)
-        n_read = len(tokens) - (session.n_past - len(session.unread))
-        left = left if left < 0 else left - n_before
-        with closing(choices(session, unread, left, sampler, lambda *given: self.model.next_token(*given))) as chosen:
-            for token in self.interrupts.between(chosen):
+        n_before, most = answer.n_made, self.settings.predict
+        n_read, found = self.reader.behind(tokens, most if most < 0 else most - n_before)
+        with closing(found) as chosen:
+            for token in chosen:
                 if answer.n_made == n_before:
                     answer.n_read += n_read
                 yield token

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import TypeVar
@@ -32,7 +32,7 @@ class Interrupts:
         finally:
             signal.signal(signal.SIGINT, before)
 
-    def between(self, steps: Iterator[T]) -> Iterator[T]:
+    def between(self, steps: Iterator[T]) -> Generator[T, None, None]:
         """The same steps, until Ctrl-C; one in which it was pressed ends there: no long prompt is waited for."""
         while not self.stopped:
             try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from graphrt.errors import GraphrtError
+from graphrt.errors import GraphrtError, RankError
 from graphrt.printing import count_text
 from graphrt.tools.chat import commands
 from graphrt.tools.chat.conversation import STOPPED, Conversation
@@ -15,7 +15,7 @@ from graphrt.tools.chat.typed import understood
 def converse(conversation: Conversation, screen: Screen) -> int:
     """Until the input ends or a command leaves. Gives how many times something could not be done.
 
-    Raises KeyboardInterrupt for Ctrl-C where nobody waits at the screen.
+    Raises KeyboardInterrupt for Ctrl-C where nobody waits at the screen, RankError where a rank is lost.
     """
     n_failed = 0
     while True:
@@ -24,6 +24,8 @@ def converse(conversation: Conversation, screen: Screen) -> int:
                 return n_failed
         except EOFError:
             return n_failed
+        except RankError:
+            raise
         except GraphrtError as error:
             n_failed += 1
             screen.warn(str(error))

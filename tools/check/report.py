@@ -19,7 +19,7 @@ from graphrt.tools.inspect.describe import describe
 from graphrt.tools.inspect.fold import ranges
 from graphrt.tools.inspect.graph_run import made_from
 from graphrt.tools.inspect.planned import Planned, planned
-from graphrt.tools.inspect.subject import check_no_rope, is_graph, load_subject
+from graphrt.tools.inspect.subject import Played, check_no_ranks, check_no_rope, is_graph, load_subject
 
 
 @dataclass(frozen=True)
@@ -66,19 +66,21 @@ class Checked:
 
 
 def check(
-    text: str, backend: Planned, options: SessionOptions, *, synthetic: bool = False, rope: RopeOptions | None = None
-) -> list[Checked]:
+    text: str, backend: Planned, options: SessionOptions, *, synthetic: bool = False, rope: RopeOptions | None = None,
+    played: Played = Played(),
+) -> list[Checked]:  # fmt: skip
     """The steps of what `text` names: a prompt's batch and a decode step of a model, else its graph. What `backend`
-    refuses is for the CPU to run. rope: changes to a model's rotation. Raises UnsupportedError where the CPU refuses
-    too."""
+    refuses is for the CPU to run. rope: changes to a model's rotation; played: ranks of a model. Raises
+    UnsupportedError where the CPU refuses too, SessionError for ranks of a graph."""
     backends: list[Backend] = [backend, *([planned("cpu")] if backend.name != "cpu" else [])]
     if not synthetic and is_graph(text):
         check_no_rope(text, rope)
+        check_no_ranks(text, played)
         return [_checked("graph", made_from(text, 0)()[0], backends)]
-    model, _ = load_subject(text, backends, synthetic=synthetic, rope=rope)
+    model, _ = load_subject(text, backends, synthetic=synthetic, rope=rope, played=played)
     session = Session(model.decoder, backends, options)
     sizes = (session.n_batch, 1) if session.n_batch > 1 else (1,)
-    titles = {n: f"prefill of {n} tokens" if n > 1 else "decode of 1 token" for n in sizes}
+    titles = {n: (f"prefill of {n} tokens" if n > 1 else "decode of 1 token") + str(played) for n in sizes}
     return [_checked(titles[n], session.decoder.graph(n, 1, session.cache), backends) for n in sizes]
 
 

@@ -23,6 +23,7 @@ from graphrt.op import op_spec
 from graphrt.tensor import Tensor
 from graphrt.testing import AnyArray, dequantize, nmse
 from graphrt.tools.diff.file import FileSide, node_keys
+from graphrt.tools.diff.ranked import AllRanks, named
 from graphrt.tools.diff.sides import Pair, RunSide
 from graphrt.tools.inspect.node_stats import Values
 from graphrt.tools.inspect.traced_step import cuttable
@@ -180,13 +181,19 @@ def compare_all(pair: Pair, patterns: Sequence[re.Pattern[str]] = ()) -> list[No
     sides = [_reader(side, pair) for side in (pair.reference, pair.other, pair.low)]
     has_file = any(isinstance(side, FileSide) for side in (pair.reference, pair.other))
     found, grown = [], dict[str, float]()
-    shown = {key: i for i, key in enumerate(node_keys(pair.running[-1].run.exe.graph))}
+    ranks = None
+    if pair.plan is not None:
+        assert isinstance(pair.other, RunSide)
+        ranks = AllRanks(pair.other.run, pair.plan)
+    shown = {key: i for i, key in enumerate(node_keys(pair.running[0 if ranks else -1].run.exe.graph))}
     for key, node in node_keys(graph).items():
         if not pair.alike and UNNAMED.match(key):  # its number is another node's on the other side
             continue
         if not _wanted(node.name, patterns) or (op_spec(node.op).is_view and not has_file):
             continue
         expected, actual, low = (read(key) for read in sides)
+        if ranks is not None and expected is not None:
+            actual = ranks.values(key, expected.shape)
         if expected is None or actual is None or low is None or expected.shape != actual.shape or key not in shown:
             continue
         order = None
@@ -215,8 +222,8 @@ def _widened(low: Values, expected: Values) -> tuple[Values, float]:
 
 
 def _stem(key: str) -> str:
-    """A node's name without its layer."""
-    return re.sub(r"-\d+$|_l\d+(?= )", "", key)
+    """A node's name without its layer and rank."""
+    return re.sub(r"-\d+$|_l\d+(?= )", "", named(key)[0])
 
 
 def _reader(side: RunSide | FileSide, pair: Pair) -> Callable[[str], Values | None]:

@@ -90,8 +90,8 @@ class Report:
 
 
 def shown_side(pair: Pair) -> RunSide:
-    """The other side where it runs, else the reference."""
-    return pair.other if isinstance(pair.other, RunSide) else pair.running[0]
+    """The other side where it runs on as many ranks, else the reference."""
+    return pair.other if isinstance(pair.other, RunSide) and pair.plan is None else pair.running[0]
 
 
 def mode_of(name: str, pair: Pair, nodes: list[NodeDiff], wanted: Collection[str], info: GraphInfo) -> Mode:
@@ -139,6 +139,8 @@ def _inputs(pair: Pair, info: GraphInfo, members: tuple[str, ...]) -> list[Input
 
 
 def _input_nmse(pair: Pair, name: str) -> float | None:
+    if pair.plan is not None:
+        return None
     expected, actual = (_values(side, pair, name) for side in (pair.reference, pair.other))
     if expected is None or actual is None or expected.shape != actual.shape:
         return None

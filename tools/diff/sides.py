@@ -3,12 +3,13 @@
 A side is written NAME[,KEY=VALUE...]. NAME is a backend as `graphrt test -b` has it (cpu, cpu-fast, triton,
 triton-fast, MODULE:CLASS), or a .npz file of values by node name. Keys: fuse=0, every node by itself; ctk=TYPE and
 ctv=TYPE, the cache's types; fa=off, attention as three ops; prec=f32 or f8, what it multiplies in; model=FILE, another
-file of the same architecture.
+file of the same architecture; ranks=N, pp=M and ep=1, all of N ranks in one graph, as --ranks, --pp and --ep elsewhere.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 
@@ -19,7 +20,10 @@ from graphrt.graph import Graph
 from graphrt.host import read_tensor
 from graphrt.models.engine import SessionOptions
 from graphrt.models.model import Model
+from graphrt.models.ranks.plan import RankPlan
+from graphrt.models.ranks.played import PlayedWeights
 from graphrt.models.rope_options import RopeOptions
+from graphrt.ops.collectives import MAX_PLAYED
 from graphrt.tensor import Tensor
 from graphrt.testing import AnyArray
 from graphrt.tools.common import SWITCH, switch
@@ -29,10 +33,10 @@ from graphrt.tools.conformance.run.lowprec import why_not_rounded
 from graphrt.tools.conformance.run.step import rounding_of
 from graphrt.tools.diff.file import FileSide, Run, file_side, node_keys
 from graphrt.tools.inspect.graph_run import GraphRun, Make, made_from
-from graphrt.tools.inspect.subject import load_subject
+from graphrt.tools.inspect.subject import Played, load_subject
 from graphrt.tools.inspect.traced_step import Step, WatchedSession, steps
 
-KEYS = ("fuse", "ctk", "ctv", "model", "fa", "prec")
+KEYS = ("fuse", "ctk", "ctv", "model", "fa", "prec", "ranks", "pp", "ep")
 
 
 @dataclass(frozen=True)
@@ -54,6 +58,11 @@ class SideSpec:
         prec = given.get("prec", options.attn_prec)
         return replace(options, type_k=type_k, type_v=type_v, flash_attn=fused, attn_prec=prec)
 
+    @property
+    def played(self) -> Played:
+        """The ranks that it is cut over."""
+        return Played(int(self.options.get("ranks", 1)), int(self.options.get("pp", 1)), self.options.get("ep") == "1")
+
 
 def side_spec(text: str) -> SideSpec:
     """Reads `NAME[,KEY=VALUE...]`. Raises SessionError."""
@@ -71,7 +80,20 @@ def side_spec(text: str) -> SideSpec:
         raise SessionError(f"fuse must be 0 (every node by itself) or 1, got {options['fuse'][:40]!r}")
     if options.get("fa", "on").lower() not in SWITCH:
         raise SessionError(f"fa must be on, or off for attention as three ops, got {options['fa'][:40]!r}")
+    _check_ranks(text, options)
     return SideSpec(text, name, options)
+
+
+def _check_ranks(text: str, options: Mapping[str, str]) -> None:
+    """Raises SessionError for ranks that can't be."""
+    for key in ("ranks", "pp"):
+        value = options.get(key, "1")
+        if not re.fullmatch(r"\d{1,3}", value) or not 1 <= int(value) <= MAX_PLAYED:
+            raise SessionError(f"{key} must be a whole number from 1 to {MAX_PLAYED}, got {value[:40]!r}")
+    if options.get("ep", "0") not in ("0", "1"):
+        raise SessionError(f"ep must be 0 or 1 (some experts whole on each rank), got {options['ep'][:40]!r}")
+    if options.get("ranks", "1") == "1" and {"pp", "ep"} & set(options):
+        raise SessionError(f"pp= and ep= divide ranks, got {text[:80]!r}; give ranks=N too")
 
 
 def backends_of(spec: SideSpec) -> list[Backend]:
@@ -128,14 +150,15 @@ class Prompt:
 @dataclass
 class Pair:
     """reference and other: the two sides; low: the same work as the side that runs first in low precision. tokens: that
-    the sides have read, () for a graph. alike: node for node; else only nodes
-    with names of their own are compared, where both sides have them."""
+    the sides have read, () for a graph. alike: node for node; else only nodes with names of their own are compared,
+    where both sides have them; plan: how the other side is cut over ranks, where the reference is not."""
 
     reference: Side
     other: Side
     low: RunSide
     tokens: Sequence[int] = ()
     alike: bool = True
+    plan: RankPlan | None = None
 
     @property
     def running(self) -> list[RunSide]:
@@ -188,7 +211,9 @@ def model_pair(
 
     def read(spec: SideSpec, backends: Sequence[Backend]) -> RunSide:
         other = spec.options.get("model")
-        model, _ = load_subject(other or text, backends, synthetic=synthetic and other is None, rope=rope)
+        model, _ = load_subject(
+            other or text, backends, synthetic=synthetic and other is None, rope=rope, played=spec.played
+        )
         session = WatchedSession(model.decoder, model.backends, spec.session_options(options))
         given = list(batches)
         todo = (Step(session, ids) for ids in given) if given else steps(session, prompt.ids(model), prompt.phase)
@@ -206,10 +231,21 @@ def model_pair(
         sides.append(file_side(spec.name) if spec.is_file else read(spec, backends_of(spec)))
     first = next(spec for spec in specs if not spec.is_file)
     low = read(replace(first, text="low precision"), [_low_backend(sides)])
-    alike = len({spec.session_options(options).flash_attn for spec in specs if not spec.is_file}) == 1
+    plan = _plan(sides, specs)
+    alike = plan is None and len({spec.session_options(options).flash_attn for spec in specs if not spec.is_file}) == 1
     if alike:
         _check_alike(sides)
-    return Pair(sides[0], sides[1], low, [token for ids in batches for token in ids], alike)
+    return Pair(sides[0], sides[1], low, [token for ids in batches for token in ids], alike, plan)
+
+
+def _plan(sides: Sequence[Side], specs: Sequence[SideSpec]) -> RankPlan | None:
+    """How the other side is cut over ranks, where the reference is not."""
+    if specs[0].played == specs[1].played:
+        return None
+    assert isinstance(sides[1], RunSide) and isinstance(sides[1].run, Step)
+    weights = sides[1].run.session.decoder.weights
+    assert isinstance(weights, PlayedWeights)
+    return weights.plan
 
 
 def _held_by(session: WatchedSession) -> dict[str, AnyArray]:

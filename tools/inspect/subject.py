@@ -129,14 +129,26 @@ def add_subject_arguments(parser: argparse.ArgumentParser) -> None:
         "--shared", type=whole(0), default=0, metavar="N",
         help="with --page: tokens that all sequences begin with, as far as they fill pages (default: 0)",
     )  # fmt: skip
+    add_ranks_arguments(parser)
+    parser.add_argument("--exact", action="store_true", help="prepare the reference forms")
+    add_session_arguments(parser)
+
+
+def add_ranks_arguments(parser: argparse.ArgumentParser) -> None:
+    """--ranks, --pp and --ep: ranks that are not there."""
     ranks = "all of N ranks (2 to 8) that the model is cut over, in one graph, as they would be linked"
     parser.add_argument("--ranks", type=whole(1, 8), default=1, metavar="N", help=ranks)
     stages = "with --ranks: in so many stages of a pipeline, of as many ranks each (default: 1)"
     parser.add_argument("--pp", type=whole(1, 8), default=1, metavar="M", help=stages)
     experts = "with --ranks: of a mixture each rank has some experts whole, and not a part of every one"
     parser.add_argument("--ep", action="store_true", help=experts)
-    parser.add_argument("--exact", action="store_true", help="prepare the reference forms")
-    add_session_arguments(parser)
+
+
+def played_of(args: argparse.Namespace) -> Played:
+    """The ranks that a command line names. Raises SessionError where others of these options need --ranks."""
+    if args.ranks == 1 and (args.pp > 1 or args.ep):
+        raise SessionError("--pp and --ep divide ranks that are not there, got no --ranks; give their number")
+    return Played(args.ranks, args.pp, args.ep)
 
 
 def subject_of(args: argparse.Namespace, backends: Sequence[Backend] | None = None) -> Subject:
@@ -157,10 +169,10 @@ def subject_of(args: argparse.Namespace, backends: Sequence[Backend] | None = No
         )
     options, text = session_options(args), args.synthetic or args.model
     synthetic, rope, many = bool(args.synthetic), rope_options(args), Sequences(args.sequences, args.shared)
-    played = Played(args.ranks, args.pp, args.ep)
     return subject(
-        text, backends, args.phase, args.tokens, options, many=many, synthetic=synthetic, rope=rope, played=played
-    )
+        text, backends, args.phase, args.tokens, options, many=many, synthetic=synthetic, rope=rope,
+        played=played_of(args),
+    )  # fmt: skip
 
 
 def training_subject_of(args: argparse.Namespace) -> Subject:
@@ -316,6 +328,12 @@ def check_no_rope(text: str, rope: RopeOptions | None) -> None:
     """Raises SessionError where changes to a rotation are asked for of a graph."""
     if rope is not None:
         raise SessionError(f"a rotation of positions is of a model, {text[:200]!r} is a graph; leave its flags out")
+
+
+def check_no_ranks(text: str, played: Played) -> None:
+    """Raises SessionError where ranks are asked for of a graph."""
+    if played != Played():
+        raise SessionError(f"ranks are of a model, {text[:200]!r} is a graph; leave --ranks out")
 
 
 def load_subject(

@@ -11,11 +11,16 @@ from graphrt.backend import Backend
 from graphrt.execute import Executable
 from graphrt.host import read_tensor
 from graphrt.op import Work, op_spec
+from graphrt.ops.collectives import COLLECTIVES
+from graphrt.ops.send_recv import LINKED
 from graphrt.program import Group, Run
 from graphrt.schedule import Copy
 from graphrt.tools.profile.masks import seen_shares
 from graphrt.tools.profile.phase import Part
 from graphrt.work import group_work
+
+#: Ops that are done when other ranks have come to theirs.
+LINKS = (*COLLECTIVES, *LINKED)
 
 
 def parts_of(exe: Executable) -> list[Part]:
@@ -36,7 +41,8 @@ def _step_part(
     heaviest = max(nodes, key=lambda n: op_spec(n.op).work(n))
     names = tuple(n.name for n in group.results)
     work, queued = group_work(group, seen), backend.asynchronous
-    return Part(group.label, heaviest.op, names, work, make, backend.synchronize, queued)
+    meets = next((node.op for node in nodes if node.op in LINKS), "")
+    return Part(group.label, heaviest.op, names, work, make, backend.synchronize, queued, meets)
 
 
 def _copy_part(exe: Executable, to: Backend, copy: Copy) -> Part:

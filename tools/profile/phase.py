@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from graphrt.op import Work
 from graphrt.program import Run
@@ -15,7 +15,7 @@ class Part:
 
     op: the op that computes most in it; tensors: names of its results; work: its FLOPs and bytes; make: returns what
     runs it; wait: waits for its backend; queued: running it returns before its backend is done, so that the host's
-    clock around it does not tell its time.
+    clock around it does not tell its time; meets: the op at which it waits for other ranks, "" for none.
     """
 
     label: str
@@ -25,6 +25,7 @@ class Part:
     make: Callable[[], Run]
     wait: Run
     queued: bool
+    meets: str = ""
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,8 @@ class Phase:
     """What was measured of the prefill, or of decoding. kind: "prefill" or "decode", with n_tokens at once.
 
     steps: how many whole steps were timed; step: seconds of one by the host's clock, the median; seconds: of each part,
-    for one step; gpu: None without a GPU; in_step: whether the parts' times were taken inside whole steps.
+    for one step; gpu: None without a GPU; in_step: whether the parts' times were taken inside whole steps; runs:
+    seconds of each part, run by run, where they were taken in each.
     """
 
     kind: str
@@ -53,6 +55,7 @@ class Phase:
     step: float
     gpu: GpuStep | None = None
     in_step: bool = False
+    runs: list[list[float]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

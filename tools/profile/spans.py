@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+import numpy.typing as npt
 
 from graphrt.tools.profile.phase import GpuStep, Part, Phase
 from graphrt.tools.profile.traces import Event
@@ -92,14 +93,23 @@ def timed(phase: Phase, events: Sequence[Event]) -> Phase:
     on_host = np.array([statistics.median(times) if times else 0.0 for times in by_host])
     owners = [s.part for s in passes[-len(phase.parts) :] if s.part is not None for _ in s.work]
     matched = [s for s in whole if owners and len(s.work) == len(owners)]  # a profiler may lose some work
+    in_steps = np.zeros((len(matched), len(phase.parts)))
+    for times, s in zip(in_steps, matched):
+        np.add.at(times, owners, own_times(s.work))
     if matched:
-        alone[:] = 0
-        for s in matched:
-            np.add.at(alone, owners, np.array(own_times(s.work)) / len(matched))
+        alone = in_steps.mean(0)
     queued = np.array([p.queued for p in phase.parts]) & bool(owners)
     seconds = np.where(queued, alone, on_host) / 1e6
-    gpu = _gpu_step(matched or whole)
-    return replace(phase, seconds=seconds.tolist(), gpu=gpu, in_step=bool(matched))
+    gpu, runs = _gpu_step(matched or whole), _by_run(by_host)
+    if queued.any():  # whose times the host's clock does not tell
+        runs = in_steps
+    return replace(phase, seconds=seconds.tolist(), gpu=gpu, in_step=bool(matched), runs=(runs / 1e6).tolist())
+
+
+def _by_run(by_part: Sequence[Sequence[float]]) -> npt.NDArray[np.float64]:
+    """Times of each part, as times of each run."""
+    n = min(map(len, by_part), default=0)
+    return np.array([times[:n] for times in by_part]).reshape(len(by_part), n).T
 
 
 def _gpu_step(whole: Sequence[_Span]) -> GpuStep | None:

@@ -19,7 +19,8 @@ from pathlib import Path
 
 from graphrt.errors import RankError, SessionError
 from graphrt.ranks import in_environment
-from graphrt.tools.ranks.member import NO, SERVES, Generate, as_rank, be_quiet, ends_aloud, named, started
+from graphrt.tools.ranks.keyboard import StandardInput, left_as_it_is
+from graphrt.tools.ranks.member import OWN_CODES, SERVES, Generate, as_rank, be_quiet, ends_aloud, named, started
 
 #: Seconds that ranks have to say why they ended, after the first one has; to end when they are asked to; and to end by
 #: themselves when the first rank is done.
@@ -28,14 +29,19 @@ SAYING, ENDING, FINISHING = 2.0, 5.0, 10.0
 
 def run_on_ranks(
     verb: str, args: argparse.Namespace, work: Generate, read: Callable[[], str], check: Callable[[], None],
-    listens: Callable[[str, int], socket.socket] | None = None,
+    listens: Callable[[str, int], socket.socket] | None = None, *, talks: bool = False,
 ) -> int:  # fmt: skip
     """A verb over ranks: starts --tp times --pp of them, or is one of torchrun's. Its exit code. work: what each rank
     does; read: gives the verb's text, on the first rank or before there are any; check: raises for options that need
-    one rank, at the same place; listens: of a server, makes the socket on which it listens, which outlives its ranks.
+    one rank, at the same place; listens: of a server, makes the socket on which it listens, which outlives its ranks;
+    talks: the first rank has this process's standard input, and its terminal.
     Raises RankError for a rank that is lost, with its own error."""
     if not in_environment():
         check()
+        if talks:
+            args.standard_input = StandardInput()
+            with left_as_it_is():
+                return Job(args, args.tp * args.pp, work, "").run()
         if listens is None:
             return Job(args, args.tp * args.pp, work, read()).run()  # ranks have no standard input
         with listens(args.host, args.port) as args.listening:
@@ -108,9 +114,10 @@ class Job:
                 raise _error(self._failures(processes, folder), self.size)
             if codes[0] is not None:
                 until = time.monotonic() + FINISHING
-                while codes[0] in (0, NO) and time.monotonic() < until and any(p.is_alive() for p in processes):
+                willed = codes[0] in (0, *OWN_CODES.values())
+                while willed and time.monotonic() < until and any(p.is_alive() for p in processes):
                     wait([p.sentinel for p in processes if p.is_alive()], 0.1)
-                return 1 if codes[0] == NO else codes[0]
+                return {ended: code for code, ended in OWN_CODES.items()}.get(codes[0], codes[0])
             if any(code is not None for code in codes):
                 time.sleep(0.05)  # one has ended well before the first, whose end is not far
 
@@ -152,7 +159,7 @@ class ServerJob(Job):
 
 def _failed(code: int | None) -> bool:
     """A rank has ended with that code, and otherwise than by its own will: 130 is Ctrl-C."""
-    return code not in (None, 0, NO, 130)
+    return code not in (None, 0, *OWN_CODES.values(), 130)
 
 
 def _failure(rank: int, process: BaseProcess, folder: Path) -> Failure:

@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,9 +19,13 @@ from graphrt.backend import numbered
 from graphrt.errors import GraphrtError, RankError
 from graphrt.rank_watch import Fault
 from graphrt.ranks import Ranks, join, leave
+from graphrt.tools.ranks.keyboard import StandardInput
 
-#: What a rank's process ends with where the answer is no (1), which Python ends with where it can't even start.
-NO = 101
+#: What a rank's process ends with where a verb's code is no (1), or that something could not be done (2): Python ends
+#: with the one where it can't even start, and a rank that fails with the other.
+OWN_CODES = {1: 101, 2: 102}
+#: Options in which ranks may differ: of their hosts, and what the first rank tells the others.
+OWN = ("model", "prompt", "file", "threads", "threads_batch")
 #: The file, in the ranks' folder, that says that a server answers.
 SERVES = "serves"
 #: What a verb does on every rank: its options and the prompt, and the exit code. A function of a module.
@@ -40,6 +44,7 @@ def as_rank(
     another rank is lost."""
     rank, size = place
     local = int(os.environ.get("LOCAL_RANK", rank))
+    asked = _options(args)
     gpus = _takes_gpu(args.backend, local)
     args.backend = own_backend(args.backend, local)
     ranks = join(rank, size, folder, ended, gpus=gpus, stages=getattr(args, "pp", 1))
@@ -47,16 +52,35 @@ def as_rank(
         versions = ranks.everyones(__version__)
         if len(set(versions)) > 1:
             raise RankError(f"all ranks must run one version of graphrt, they run {', '.join(versions)}; install one")
+        _check_options(ranks.everyones(asked))
         _share_cores(args, ranks)
         args.asked = args.model
         args.model, prompt = ranks.told((_model(args), prompt) if rank == 0 else None)
         args.as_ranks = replace(ranks, ep=getattr(args, "ep", False))
         code = generate(args, prompt)
-        if code in (0, 1):
+        if code in (0, *OWN_CODES):
             ranks.told(None)  # nobody leaves while another still listens
         return code
     finally:
         leave()
+
+
+def _options(args: argparse.Namespace) -> dict[str, str]:
+    """What a command line says, spelled out, but for what is each rank's own."""
+    plain = (str, int, float, bool, list, tuple, type(None))
+    return {key: repr(value) for key, value in vars(args).items() if key not in OWN and isinstance(value, plain)}
+
+
+def _check_options(everyones: Sequence[Mapping[str, str]]) -> None:
+    """Raises RankError where torchrun was started with other options on another host: ranks would not meet."""
+    first = everyones[0]
+    for rank, said in enumerate(everyones):
+        other = next((key for key in [*first, *said] if first.get(key) != said.get(key)), None)
+        if other is not None:
+            raise RankError(
+                f"all ranks must have the same options, {other} is {first.get(other, 'absent')[:80]} on rank 0 and "
+                f"{said.get(other, 'absent')[:80]} on rank {rank}; start all alike"
+            )
 
 
 def _model(args: argparse.Namespace) -> str | None:
@@ -117,6 +141,9 @@ def started(rank: int, size: int, folder: str, args: argparse.Namespace, generat
         _say(out, {"text": fault.text, "lost": False, "rank": fault.rank})
         _end(fault, size)
 
+    typed: StandardInput | None = getattr(args, "standard_input", None)
+    if typed is not None:
+        typed.close() if rank else typed.take()
     if rank:
         be_quiet()
     try:
@@ -132,7 +159,7 @@ def started(rank: int, size: int, folder: str, args: argparse.Namespace, generat
         if not known and not rank:
             traceback.print_exc(file=errors)
         os._exit(2)
-    os._exit(NO if code == 1 else code)  # threads of a link that others have left would hold Python's own end up
+    os._exit(OWN_CODES.get(code, code))  # threads of a link that others have left would hold Python's own end up
 
 
 def _say(path: Path, said: dict[str, Any]) -> None:

@@ -8,17 +8,29 @@ from __future__ import annotations
 import argparse
 import sys
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from graphrt.tools.adapter_flags import add_adapter_arguments
 from graphrt.tools.before_weights import before_weights
-from graphrt.tools.common import MODEL_HELP, add_session_arguments, load_model, read_text, session_options, whole
+from graphrt.tools.common import (
+    MODEL_HELP,
+    add_session_arguments,
+    add_tp_argument,
+    load_model,
+    over_ranks,
+    read_text,
+    session_options,
+    whole,
+)
 from graphrt.tools.sampling import flags
 
 if TYPE_CHECKING:
     from graphrt.models.chat import ChatTemplate
     from graphrt.models.model import Model
+    from graphrt.models.sampling_params import SamplerParams
+    from graphrt.models.session import Session
     from graphrt.tools.chat.conversation import Conversation
+    from graphrt.tools.chat.reading import Reader
 
 #: Flags whose value may start with a dash.
 TEXT_FLAGS = ("-sys", "--system", *flags.TEXT_FLAGS)
@@ -41,6 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--memory", action="store_true", help="print what weights and cache will take, on a CPU too (a GPU's always is)"
     )
     parser.set_defaults(raw=False)
+    add_tp_argument(parser)
     add_session_arguments(parser)
     add_adapter_arguments(parser)
     flags.add_text_arguments(parser)
@@ -60,10 +73,47 @@ def _add_chat_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
+    if over_ranks(args):
+        from graphrt.tools.ranks.launch import run_on_ranks
+
+        return run_on_ranks("chat", args, talk, lambda: "", partial(_check, args), talks=True)
+    return talk(args)
+
+
+def talk(args: argparse.Namespace, _: str = "") -> int:
+    """The chat. Several ranks call it together (args.as_ranks), and the first one talks."""
+    sampling, rules = flags.sampler_params(args), flags.text_options(args)
+    model = load_model(args, args.exact, partial(before_weights, args, {}))
+    session = model.session(session_options(args))
+    for sentence in session.fallbacks():
+        print(f"fallback: {sentence}", file=sys.stderr)
+    if model.ranks is not None and model.ranks.rank:
+        from graphrt.tools.chat.rank_reader import follow
+
+        follow(model.ranks, model, session)
+        return 0
+    code = _converse(args, _conversation(args, model, session, sampling, rules))
+    if model.ranks is not None:
+        model.ranks.told(None)  # the others have nothing more to do
+    return code
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Raises for what is wrong whatever the model is, before there are ranks."""
+    from graphrt.tools.chat import saved
+
+    flags.sampler_params(args)
+    flags.text_options(args)
+    if args.load is not None:
+        saved.read(args.load)
+    if args.chat_template_file is not None:
+        read_text(args.chat_template_file)
+
+
+def _converse(args: argparse.Namespace, conversation: Conversation) -> int:
     from graphrt.tools.chat.loop import converse
     from graphrt.tools.chat.screen import standard
 
-    conversation = _conversation(args)
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         return 2 if converse(conversation, standard()) else 0
 
@@ -82,29 +132,35 @@ def from_run(args: argparse.Namespace) -> argparse.Namespace:
     return argparse.Namespace(**(vars(args) | defaults | {"load": None, "predict": predict}))
 
 
-def _conversation(args: argparse.Namespace) -> Conversation:
+def _conversation(
+    args: argparse.Namespace, model: Model, session: Session, sampling: SamplerParams, rules: dict[str, Any]
+) -> Conversation:
     from graphrt.models.chat import ChatTemplate
     from graphrt.tools.chat import plain_template
     from graphrt.tools.chat.conversation import Conversation
     from graphrt.tools.chat.settings import Settings
 
-    settings = Settings(flags.sampler_params(args), args.predict, not args.no_markdown)
-    rules = flags.text_options(args)
-    model = load_model(args, args.exact, partial(before_weights, args, {}))
-    session = model.session(session_options(args))
     template = _template(model, args.chat_template_file)
     if template is None:
         template = ChatTemplate(plain_template.SOURCE)
         rules["stop"] = [*rules["stop"], plain_template.STOP]
         print(NO_TEMPLATE, file=sys.stderr)
-    for sentence in session.fallbacks():
-        print(f"fallback: {sentence}", file=sys.stderr)
-    conversation = Conversation(model, session, template, settings, rules=rules, shifts=not args.no_context_shift)
+    conversation = Conversation(
+        model, session, template, Settings(sampling, args.predict, not args.no_markdown), rules=rules,
+        shifts=not args.no_context_shift, reader=_reader(model, session),
+    )  # fmt: skip
     if args.load is not None:
         conversation.load(args.load)
     if args.system:
         conversation.system = args.system
     return conversation
+
+
+def _reader(model: Model, session: Session) -> Reader:
+    from graphrt.tools.chat.rank_reader import LeadingReader
+    from graphrt.tools.chat.reading import Reader
+
+    return Reader(model, session) if model.ranks is None else LeadingReader(model, session, model.ranks)
 
 
 def _template(model: Model, path: str | None) -> ChatTemplate | None:

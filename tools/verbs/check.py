@@ -24,7 +24,7 @@ from graphrt.tools.common import (
     session_options,
     table_lines,
 )
-from graphrt.tools.inspect.subject import SUBJECT_HELP
+from graphrt.tools.inspect.subject import SUBJECT_HELP, add_ranks_arguments, played_of
 from graphrt.tools.rope_flags import rope_options
 
 if TYPE_CHECKING:
@@ -44,6 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help=f"with --order, the GPU to plan for: {DEVICE_NAMES} (default: h100)",
     )
+    add_ranks_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print a JSON object")
     add_session_arguments(parser, own_b=True)
 
@@ -56,10 +57,12 @@ def main(args: argparse.Namespace) -> int:
         raise SessionError("there must be one thing to check: give MODEL, a saved case, script.py:build or --synthetic")
     text = args.synthetic or args.model
     if args.order:
+        if args.ranks > 1:
+            raise SessionError("--order checks the launches of one GPU, got --ranks; leave one out")
         return _order(text, args)
     backend = planned(args.backend)
     synthetic, rope = bool(args.synthetic), rope_options(args)
-    steps = check(text, backend, session_options(args), synthetic=synthetic, rope=rope)
+    steps = check(text, backend, session_options(args), synthetic=synthetic, rope=rope, played=played_of(args))
     if args.json:
         print_json({"title": text, "backend": backend.name, "steps": [as_json(step) for step in steps]})
     else:

@@ -2,9 +2,10 @@
 conformance judge.
 
 A side is a backend with options after commas, or a .npz file of values by node name (`graphrt trace -o`, or llama.cpp's
-names): -a cpu -b triton-fast, -b cpu-fast,fuse=0, -b cpu-fast,ctk=q8_0, -b cpu,model=OTHER.gguf, -a F.npz. cpu and
-triton are the exact forms, cpu-fast and triton-fast those that `run` uses. Without options no fusion is cut: nodes
-inside one are compared at its end.
+names): -a cpu -b triton-fast, -b cpu-fast,fuse=0, -b cpu-fast,ctk=q8_0, -b cpu,model=OTHER.gguf, -a F.npz, or
+-b cpu,ranks=2: what the ranks hold is put together, and held against one that has all. cpu and triton are the exact
+forms, cpu-fast and triton-fast those that `run` uses. Without options no fusion is cut: nodes inside one are compared
+at its end.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", nargs="?", metavar="MODEL", help=SUBJECT_HELP)
     parser.add_argument("--synthetic", metavar="NAME", help="random weights in a known shape instead; takes --tokens")
     add = parser.add_argument_group("the sides").add_argument
-    side = "NAME[,fuse=0][,fa=off][,prec=f8][,ctk=TYPE][,ctv=TYPE][,model=FILE], or FILE.npz"
+    side = "NAME[,fuse=0][,fa=off][,prec=f8][,ctk=TYPE][,ctv=TYPE][,model=FILE][,ranks=N[,pp=M][,ep=1]], or FILE.npz"
     add("-a", "--reference", default="cpu", metavar="SIDE", help=f"what is right: {side} (default: cpu)")
     add("-b", "--other", default="auto", metavar="SIDE", help="what is asked about (default: what `run` uses)")
     add = parser.add_argument_group("what they read").add_argument
@@ -120,6 +121,17 @@ def _check(args: argparse.Namespace, specs: list[SideSpec]) -> None:
         raise SessionError(
             "--resync, --save, --cut and --filter need sides of the same nodes, with fa= they may differ; leave one out"
         )
+    if specs[0].played != specs[1].played:
+        if specs[0].played.ranks > 1 or files:
+            raise SessionError(
+                "ranks= is of the other side (-b) beside a reference (-a) that runs on one rank, or of both alike, got "
+                f"{specs[0].text[:80]!r} and {specs[1].text[:80]!r}; give -b ranks="
+            )
+        if args.resync or args.save or args.cut or args.filter:
+            raise SessionError(
+                "--resync, --save, --cut and --filter need sides of the same nodes, one over ranks has others; give "
+                "both sides ranks="
+            )
     if args.tokens is not None and (args.prompt is not None or args.file is not None):
         raise SessionError("a prompt is a text or ids, got both; leave out --tokens, or -p and -f")
     if args.model is not None and is_graph(args.model):

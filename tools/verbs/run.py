@@ -42,6 +42,7 @@ from graphrt.tools.sampling.flags import sampler_params as sampler_params
 if TYPE_CHECKING:
     from graphrt.models.model import Model, Piece
     from graphrt.models.session import Session
+    from graphrt.ranks import Ranks
 
 
 #: Flags whose value may start with a dash.
@@ -146,14 +147,14 @@ class Tally:
 def main(args: argparse.Namespace) -> int:
     if args.profile_overlay is not None and not args.profile:
         raise SessionError("--profile-overlay writes what --profile measures, got no --profile; give both")
-    if over_ranks(args):
-        from graphrt.tools.ranks.launch import run_on_ranks
-
-        return run_on_ranks("run", args, generate, partial(prompt_text, args), partial(_check_ranks, args))
     if is_chat(args):
         from graphrt.tools.verbs import chat
 
         return chat.main(chat.from_run(args))
+    if over_ranks(args):
+        from graphrt.tools.ranks.launch import run_on_ranks
+
+        return run_on_ranks("run", args, generate, partial(prompt_text, args), partial(_check_ranks, args))
     return generate(args, prompt_text(args))
 
 
@@ -162,7 +163,6 @@ def _check_ranks(args: argparse.Namespace) -> None:
     from graphrt.tools.ranks.launch import refuse
 
     alone = {
-        "a chat": is_chat(args), "--profile": args.profile,
         "--prompt-cache of several texts": args.prompt_cache is not None and (args.parallel > 1 or args.page),
     }  # fmt: skip
     refuse(alone, "several ranks write texts of one prompt")
@@ -192,7 +192,7 @@ def generate(args: argparse.Namespace, prompt: str) -> int:
         if tally.finish == "context":
             print(_context_full(session), file=sys.stderr)
         _report(tally, timings, len(tokens), start.n_read, load_s)
-    profile = _profile(session, tokens, args) if args.profile and not tally.interrupted else {}
+    profile = _profile(model, session, tokens, args) if args.profile and not tally.interrupted else {}
     if args.json:
         timings["load_s"] = load_s
         made = {"prompt_tokens": tokens, "tokens": tally.tokens, "text": "".join(tally.text), "finish": tally.finish}
@@ -222,12 +222,14 @@ def _many(model: Model, tokens: Sequence[int], args: argparse.Namespace) -> int:
     )  # fmt: skip
 
 
-def _profile(session: Session, tokens: Sequence[int], args: argparse.Namespace) -> dict[str, Any]:
+def _profile(model: Model, session: Session, tokens: Sequence[int], args: argparse.Namespace) -> dict[str, Any]:
     from graphrt.tools.inspect.overlay import write_overlay
     from graphrt.tools.profile.phase import time_by_node
     from graphrt.tools.profile.report import as_json, lines
     from graphrt.tools.profile.session import profile_session
 
+    if model.ranks is not None:
+        return _profile_ranks(model.ranks, session, tokens, args)
     phases = profile_session(session, tokens, args.profile_steps, Path(args.profile))
     if args.profile_overlay is not None:
         write_overlay(args.profile_overlay, time_by_node(phases[-1]))
@@ -235,6 +237,27 @@ def _profile(session: Session, tokens: Sequence[int], args: argparse.Namespace) 
         print("\n".join(lines(phases)), file=sys.stderr)
         print(f"\ntrace: {args.profile} (open it at https://ui.perfetto.dev)", file=sys.stderr)
     return {"profile": {"trace": str(args.profile), "phases": as_json(phases)}}
+
+
+def _profile_ranks(ranks: Ranks, session: Session, tokens: Sequence[int], args: argparse.Namespace) -> dict[str, Any]:
+    """The same over ranks, each with a trace of its own: the first one tells its parts, and where the time of all
+    goes."""
+    from graphrt.tools.inspect.overlay import write_overlay
+    from graphrt.tools.profile import over_ranks, report
+    from graphrt.tools.profile.session import profile_session
+
+    given = Path(args.profile)
+    trace = given.with_name(f"{given.stem}-{ranks.rank}-of-{ranks.size}{given.suffix}")
+    phases = profile_session(session, tokens, args.profile_steps, trace)
+    told = over_ranks.gather(ranks, phases)
+    found = [over_ranks.told_apart(phase, ranks.stages) for phase in told]
+    if ranks.rank == 0 and args.profile_overlay is not None:
+        write_overlay(args.profile_overlay, over_ranks.by_node(told[-1], ranks.stages))
+    if not args.json:
+        print("\nthe first rank's:", *report.lines(phases), *over_ranks.lines(found), sep="\n", file=sys.stderr)
+        print(f"\ntraces: {trace}, and so of each rank (open them at https://ui.perfetto.dev)", file=sys.stderr)
+    shown = {"trace": str(trace), "phases": report.as_json(phases), "ranks": over_ranks.as_json(found)}
+    return {"profile": shown}
 
 
 def _stream(pieces: Iterator[Piece], tally: Tally, quiet: bool, bare: bool) -> None:

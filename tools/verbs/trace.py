@@ -29,7 +29,7 @@ from graphrt.tools.common import (
     say_written,
     session_options,
 )
-from graphrt.tools.inspect.subject import PHASES
+from graphrt.tools.inspect.subject import PHASES, add_ranks_arguments, played_of
 from graphrt.tools.outputs import OutputFile
 
 if TYPE_CHECKING:
@@ -69,6 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     largest = "write each node's largest magnitude, for `graphrt dump --overlay`"
     parser.add_argument("--overlay", type=OutputFile, metavar="FILE", help=largest)
     parser.add_argument("--json", action="store_true", help="print a JSON object")
+    add_ranks_arguments(parser)
     parser.add_argument("--exact", action="store_true", help="trace the reference forms")
     add_session_arguments(parser)
 
@@ -78,7 +79,7 @@ def main(args: argparse.Namespace) -> int:
 
     patterns = name_patterns(args.filter)
     _check(args)
-    model = load_model(args, args.exact)
+    model = load_model(args, args.exact, played=played_of(args))
     tokens = _tokens(model, args)
     session = WatchedSession(model.decoder, model.backends, session_options(args))
     step = _run(session, tokens, args)

@@ -280,6 +280,24 @@ def test_a_large_matrix_is_dequantized_in_slices(monkeypatch: pytest.MonkeyPatch
         run.product(run.leaf(kind, (256, 13), packed=kind in PACKED_TYPES), run.leaf("f32", (256, 65)))
 
 
+@pytest.mark.parametrize(
+    ("m", "k", "ends"),
+    [
+        (8192, 28672, [4096, 8192]),  # a 70B's ffn_down: as many as fit would be 4681
+        (28672, 8192, [14336, 28672]),
+        (8192, 16384, [8192]),
+        (9000, 16384, [4608, 9000]),
+        (16000, 17000, [5376, 10752, 16000]),
+        (1100, 223_696, [512, 1024, 1100]),  # 600 fit: two slices of 550 end nowhere
+        (600, 1 << 20, [128 * i for i in range(1, 5)] + [600]),  # not one whole tile fits
+    ],
+)
+def test_slices_end_at_whole_tiles_and_fit(m: int, k: int, ends: list[int]) -> None:
+    found = list(gemm_large.slices(m, k))
+    assert [end for _, end in found] == ends and [first for first, _ in found] == [0, *ends[:-1]]
+    assert all(2 * k * (end - first) <= gemm_large.SCRATCH for first, end in found)
+
+
 @pytest.mark.parametrize("kind", ["q5_0", "iq3_s", "f16", "f32"])
 @pytest.mark.parametrize(("scratch", "turns"), [(6, 1), (5, 2), (2, 3), (1, 12)])
 def test_matrices_of_many_tokens_are_multiplied_together(

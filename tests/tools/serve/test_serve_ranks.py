@@ -84,13 +84,24 @@ def test_two_ranks_serve_and_begin_again(tiny: Path, served: Served) -> None:
                 said = "".join(lines)
             assert "all ranks of this server must answer, one has not" in said and '"code":"rank_lost"' in said
             assert answers_again(server, client) == wanted
+            long: list[httpx2.Response] = []
+            asked = threading.Thread(target=lambda: long.append(client.post(TEXTS, json=GREEDY | {"max_tokens": 4000})))
+            asked.start()
+            time.sleep(0.5)
+            os.kill(ranks_of(server)[1], signal.SIGKILL)
+            asked.join()
+            assert long[0].status_code == 503 and long[0].json()["error"]["code"] == "rank_lost"
+            assert answers_again(server, client) == wanted
+            os.kill(ranks_of(server)[0], signal.SIGKILL)  # the one that listens, while nobody asks
+            assert answers_again(server, client) == wanted
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(timeout=AGAIN) == 0
     finally:
         server.process.kill()
         server.process.wait()
     log = "".join(server.log)
-    assert log.count("rank 1 of 2: it was ended by SIGKILL") == 1 and log.count("the ranks are started again") == 1
+    assert log.count("rank 1 of 2: it was ended by SIGKILL") == 2 and log.count("rank 0 of 2: it was ended by") == 1
+    assert log.count("the ranks are started again") == 3
     assert "Traceback" not in log
 
 

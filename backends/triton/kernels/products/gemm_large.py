@@ -18,6 +18,9 @@ from graphrt.backends.triton.packing import Packed
 
 #: Bytes of dequantized weights at a time; larger matrices are multiplied in slices of rows, more of them in turns.
 SCRATCH = 256 << 20
+#: Slices end at multiples of so many rows, whole tiles of a product: where they don't, results of all slices but the
+#: first lie at addresses that no wide store takes, and the vendor falls back on kernels for such.
+WHOLE = 256
 
 
 def multiply(x: torch.Tensor, w: torch.Tensor, out: torch.Tensor) -> None:
@@ -101,8 +104,11 @@ def _pieces(count: int, m: int, k: int) -> Iterator[tuple[slice, slice]]:
 
 
 def slices(m: int, k: int) -> Iterator[tuple[int, int]]:
-    """Which of m rows of k elements are dequantized at a time: the first and the end of each slice."""
-    step = max(1, SCRATCH // (2 * k))
+    """Which of m rows of k elements are dequantized at a time: the first and the end of each slice, which are as equal
+    as whole tiles let them be."""
+    most = max(1, SCRATCH // (2 * k))
+    equal = -(-m // -(-m // most))
+    step = min(-(-equal // WHOLE) * WHOLE, most - most % WHOLE or most)
     for first in range(0, m, step):
         yield first, min(first + step, m)
 

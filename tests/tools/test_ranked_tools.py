@@ -1,0 +1,136 @@
+"""`check`, `trace` and `diff` of a model that is cut over ranks, which are all in one graph."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support import tiny_archs  # noqa: F401 (what write_model knows of)
+from support.tiny import write_model
+
+from graphrt.models.ranks import weights
+from graphrt.models.ranks.plan import Cut
+from graphrt.models.ranks.weights import part_of
+from graphrt.tools import cli
+
+TEXT = ("-p", "hello the sea", "--exact")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path: Path = tmp_path_factory.mktemp("tools") / "m.gguf"
+    write_model(path, "llama", tokenizer="spm")
+    return path
+
+
+def test_check_asks_for_all_ranks(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    nodes = []
+    for ranks in ("1", "2"):
+        assert cli.main(["check", str(model), "-b", "cpu", "--ranks", ranks, "--json"]) == 0
+        nodes.append(json.loads(capsys.readouterr().out)["steps"][1]["nodes"])
+    assert nodes[1] > 1.8 * nodes[0]
+    assert cli.main(["check", str(model), "-b", "cpu", "--ranks", "4", "--pp", "2"]) == 0
+    assert "decode of 1 token, 4 ranks in 2 stages on cpu: all " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (("check", "--pp", "2"), "--pp and --ep divide ranks that are not there, got no --ranks"),
+        (("trace", "-p", "a", "--ep"), "--pp and --ep divide ranks that are not there, got no --ranks"),
+        (("check", "--ranks", "2", "--order"), "--order checks the launches of one GPU, got --ranks"),
+        (("trace", "-p", "a", "--ranks", "3"), "got 3 ranks; use 2 or 4"),
+    ],
+)
+def test_what_can_not_be_is_refused(
+    model: Path, given: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main([given[0], str(model), *given[1:]]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_graph_has_no_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / "s.py"
+    script.write_text(
+        "from graphrt import Graph, new_input, ops\n\n"
+        "def build():\n    return Graph(ops.sqr(new_input('f32', 4, name='x')))\n"
+    )
+    assert cli.main(["check", f"{script}:build", "-b", "cpu", "--ranks", "2"]) == 2
+    assert "ranks are of a model" in capsys.readouterr().err
+
+
+def test_trace_has_the_nodes_of_all_ranks(model: Path, tmp_path: Path) -> None:
+    found = []
+    for ranks in ("1", "2"):
+        out = tmp_path / f"{ranks}.npz"
+        assert cli.main(["trace", str(model), *TEXT, "--ranks", ranks, "-o", str(out), "--backend", "cpu"]) == 0
+        with np.load(out) as file:
+            found.append({name: file[name] for name in file.files})
+    one, two = found
+    assert np.allclose(two["l_out-0"], one["l_out-0"], rtol=1e-4, atol=1e-5)
+    assert np.array_equal(two["l_out-0"], two["l_out-0@1"])
+    heads = np.concatenate([two["Qcur_rope-0"], two["Qcur_rope-0@1"]], axis=-2)
+    assert np.allclose(heads, one["Qcur_rope-0"], rtol=1e-4, atol=1e-5)
+
+
+def differing(capsys: pytest.CaptureFixture[str], model: Path, *given: str) -> tuple[int, dict[str, Any]]:
+    """The exit code of diff, and its nodes by name."""
+    code = cli.main(["diff", str(model), "--tokens", "3,1,4,1,5,9,2", "--json", *given])
+    (mode,) = json.loads(capsys.readouterr().out)["modes"]
+    return code, {node["name"]: node for node in mode["nodes"]}
+
+
+@pytest.mark.parametrize(
+    ("name", "how", "compared"),
+    [
+        ("llama", "ranks=2", {"Qcur_rope-1", "Kcur_rope-1", "ffn_glu-0", "attn_out-0", "l_out-1", "result_output"}),
+        ("llama", "ranks=4,pp=2", {"Qcur_rope-1", "l_out-0", "l_out-1", "result_output"}),
+        ("qwen2-fused", "ranks=2", {"l_out-1", "result_output"}),
+        ("phi3", "ranks=2", {"ffn_out-0", "l_out-1", "result_output"}),
+        ("olmo2", "ranks=2", {"Qcur_rope-0", "l_out-1", "result_output"}),
+        ("gpt-oss", "ranks=2,ep=1", {"l_out-1", "result_output"}),
+        ("deepseek2", "ranks=4", {"l_out-1", "result_output"}),
+    ],
+)
+def test_what_ranks_hold_together_is_what_one_has(
+    name: str, how: str, compared: set[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, nodes = differing(capsys, write_model(tmp_path / "m.gguf", name), "-a", "cpu", "-b", f"cpu,{how}")
+    assert code == 0 and compared <= set(nodes), sorted(nodes)
+    code, nodes = differing(capsys, tmp_path / "m.gguf", "-a", f"cpu,{how}", "-b", f"cpu,{how},fuse=0")
+    assert code == 0 and "result_output" in nodes and any("@1" in node for node in nodes)
+
+
+def test_a_wrong_cut_is_named(model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """The second rank multiplies with the first one's columns of a matrix."""
+
+    def wrong(file: Any, name: str, cut: Cut, rank: int) -> Any:
+        return part_of(file, name, cut, 0 if name == "blk.1.attn_output.weight" else rank)
+
+    monkeypatch.setattr(weights, "part_of", wrong)
+    code, nodes = differing(capsys, model, "-a", "cpu", "-b", "cpu,ranks=2")
+    over = [name for name, node in nodes.items() if node["over"]]
+    assert code == 1 and over[0] == "ffn_inp-1" and "l_out-1" in over
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (("-b", "cpu,ranks=9"), "ranks must be a whole number from 1 to 8, got '9'"),
+        (("-b", "cpu,ranks=two"), "ranks must be a whole number from 1 to 8, got 'two'"),
+        (("-b", "cpu,ranks=2,ep=3"), "ep must be 0 or 1"),
+        (("-b", "cpu,pp=2"), "pp= and ep= divide ranks, got 'cpu,pp=2'"),
+        (("-a", "cpu,ranks=2", "-b", "cpu"), "ranks= is of the other side (-b)"),
+        (("-a", "cpu,ranks=2", "-b", "cpu,ranks=4"), "ranks= is of the other side (-b)"),
+        (("-a", "values.npz", "-b", "cpu,ranks=2"), "ranks= is of the other side (-b)"),
+        (("-b", "cpu,ranks=2", "--cut"), "need sides of the same nodes, one over ranks has others"),
+    ],
+)
+def test_sides_that_can_not_be(
+    model: Path, given: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["diff", str(model), "--tokens", "3,1", *given]) == 2
+    assert said in capsys.readouterr().err
