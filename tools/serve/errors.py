@@ -48,7 +48,7 @@ def of_validation(error: ValidationError) -> ApiError:
     elif first["type"] == "missing":
         said = f"a request must have the field {param!r}, this one has it not; give it"
     else:
-        said = f"{param}: {first['msg'].removeprefix('Value error, ')}, got {brief(first['input'])}"
+        said = f"{param or 'a body'}: {first['msg'].removeprefix('Value error, ')}, got {brief(first['input'])}"
     return ApiError(said, param=param or None, code=first["type"])
 
 

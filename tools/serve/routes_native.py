@@ -112,7 +112,7 @@ class Answer:
             "generation_settings": self._settings(text),
             "prompt": b"".join(map(tokenizer.piece, text.prompt)).decode("utf-8", "replace"),
             "has_new_line": "\n" in self._shown[i],
-            "truncated": False,
+            "truncated": finish == "context",
             "stop_type": _STOPPED[finish],
             "stopping_word": self._word(i, made) if finish == "stop" else "",
             "tokens_cached": len(text.prompt) + len(made),

@@ -33,7 +33,7 @@ Choice = Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1
 
 
 class Body(BaseModel):
-    """Types are taken as they are: no number is made of a text."""
+    """Types are taken as they are: no number is made of a text. But 5.0 is 5, as some languages write all numbers."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -43,7 +43,11 @@ class Body(BaseModel):
         if not isinstance(given, dict):
             return given
         known = {field.alias or name for name, field in cls.model_fields.items()}
-        return {name: value for name, value in given.items() if name in known or not is_taken(name, value)}
+        return {name: _whole(value) for name, value in given.items() if name in known or not is_taken(name, value)}
+
+
+def _whole(value: Any) -> Any:
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 class Loose(BaseModel):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from graphrt.models.key_reader import INT32_MAX
 from graphrt.tools.serve.schemas import MAX_CHOICES, MAX_TEXTS, MAX_TOP_LOGPROBS, Body, Generating, Id
@@ -30,6 +30,14 @@ class NativeRequest(Generating):
     return_tokens: bool | None = None
     response_fields: Annotated[list[str], Field(max_length=MAX_CHOICES)] | None = None
     max_tokens: Annotated[int, Field(ge=-1, le=INT32_MAX)] | None = None
+
+    @field_validator("logit_bias", mode="before")
+    @classmethod
+    def _as_pairs(cls, given: Any) -> Any:
+        """A mapping may name texts here."""
+        if not isinstance(given, dict):
+            return given
+        return [[int(token) if token.isascii() and token.isdigit() else token, bias] for token, bias in given.items()]
 
     @property
     def is_list(self) -> bool:

@@ -1,7 +1,8 @@
 """Calls of tools: the schema that makes a model write one, and calls found in what it has written.
 
 Models write calls as their templates taught them: <tool_call>{"name", "arguments"}</tool_call> (Qwen, Hermes), or a
-JSON object or list of such and nothing else (Llama, whose objects say "parameters", and Mistral).
+JSON object or list of such and nothing else (Llama, whose objects say "parameters", and Mistral). Between the marks
+there may be marks again (call_forms.py).
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import secrets
 from collections.abc import Sequence
 from typing import Any
 
+from graphrt.tools.serve.call_forms import marked_call
 from graphrt.tools.serve.errors import ApiError
 from graphrt.tools.serve.loose_schema import loose
 from graphrt.tools.serve.schemas import Tool, ToolCall
@@ -73,13 +75,13 @@ class CallFinder:
     text."""
 
     def __init__(self, tools: Sequence[Tool]) -> None:
-        self._names = {tool.function.name for tool in tools}
+        self._tools = {tool.function.name: tool.function.parameters or {} for tool in tools}
         self._held = ""
         self._begun = False  # some text was given
 
     def push(self, text: str) -> str:
         """More of it; what is text for certain."""
-        if not self._names:
+        if not self._tools:
             return text
         self._held += text
         if not self._begun and (not self._held.strip() or self._held.lstrip()[0] in "{["):
@@ -94,10 +96,13 @@ class CallFinder:
     def end(self) -> tuple[str, list[dict[str, Any]]]:
         """The rest: text, and the calls in OpenAI's form. What is no call of a tool that there is stays text."""
         held, self._held = self._held, ""
-        if not self._names:
+        if not self._tools:
             return held, []
-        bodies = [part.partition(_CLOSE)[0] for part in held.split(_OPEN)[1:]] if _OPEN in held else [held]
-        found = [call for body in bodies for call in self._calls(body)]
+        if _OPEN in held:
+            bodies = [part.partition(_CLOSE)[0] for part in held.split(_OPEN)[1:]]
+            found = [call for body in bodies for call in self._calls(body) or self._marked(body)]
+        else:
+            found = self._calls(held)
         return ("", found) if found else (held, [])
 
     def _calls(self, body: str) -> list[dict[str, Any]]:
@@ -107,12 +112,16 @@ class CallFinder:
             return []
         found = []
         for each in value if isinstance(value, list) else [value]:
-            if not isinstance(each, dict) or each.get("name") not in self._names:
+            if not isinstance(each, dict) or each.get("name") not in self._tools:
                 return []
             arguments = each.get("arguments", each.get("parameters", {}))
             said = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
             found.append(self.call(each["name"], said))
         return found
+
+    def _marked(self, body: str) -> list[dict[str, Any]]:
+        found = marked_call(body, self._tools)
+        return [] if found is None else [self.call(found[0], json.dumps(found[1], ensure_ascii=False))]
 
     @staticmethod
     def call(name: str, arguments: str) -> dict[str, Any]:

@@ -53,6 +53,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"structured_outputs": {"regex": "("}}, "structured_outputs.regex"),
     ({"structured_outputs": {"regex": {"1": "a"}}}, "structured_outputs.regex"),
     ({"min_tokens": 2}, "min_tokens"),
+    ({"max_tokens": 2.5}, "max_tokens"),
+    ({"n": 1e300}, "n"),
     ({"n_predict": 0, "max_tokens": None}, "n_predict"),
     ({"logit_bias": [[5]]}, "logit_bias"),
     ({"logit_bias": [[5, "a"]]}, "logit_bias"),
@@ -107,6 +109,7 @@ def test_llama_servers_and_vllms_names_of_numbers(http: httpx2.Client) -> None:
         return found
 
     assert made(n_predict=5)["usage"]["completion_tokens"] == 5
+    assert made(n_predict=5.0, n=2.0, temperature=0, top_p=1)["usage"]["completion_tokens"] == 10
     assert made(n_predict=5, max_tokens=3)["usage"]["completion_tokens"] == 3
     assert made(max_tokens=7, min_tokens=7)["usage"]["completion_tokens"] == 7
     plain = made(n_predict=4, logprobs=0)["choices"][0]

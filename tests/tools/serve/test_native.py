@@ -95,6 +95,19 @@ def test_what_is_chosen_of_an_answer(http: httpx2.Client) -> None:
     assert found == {"content": made(http)["content"], "generation_settings/n_predict": 6}
 
 
+def test_biases_by_text(http: httpx2.Client) -> None:
+    (token,) = http.post("/tokenize", json={"content": "a"}).json()["tokens"]
+    for bias in ({"a": 1000}, {str(token): 1000}, [["a", 1000]]):
+        assert made(http, n_predict=3, logit_bias=bias)["content"] == " a" * 3
+    assert " a" not in made(http, n_predict=3, logit_bias={"a": False})["content"]
+
+
+def test_a_full_context(http: httpx2.Client) -> None:
+    found = made(http, prompt=[7] * 4090, n_predict=-1, ignore_eos=True)
+    assert (found["truncated"], found["stop_type"]) == (True, "limit")
+    assert found["tokens_evaluated"] + found["tokens_predicted"] >= 4096
+
+
 def test_what_is_wrong(http: httpx2.Client) -> None:
     for body, param in (
         ({"prompt": [5, [6]]}, "prompt"),
@@ -102,6 +115,7 @@ def test_what_is_wrong(http: httpx2.Client) -> None:
         ({"prompt": [9999]}, "prompt"),
         ({"n_predict": -2}, "n_predict"),
         ({"n_probs": 21}, "n_probs"),
+        ({"logit_bias": {"a": "b"}}, "logit_bias"),
         ({"post_sampling_probs": True}, "post_sampling_probs"),
     ):
         answer = http.post("/completion", json={"prompt": TEXT, **body})

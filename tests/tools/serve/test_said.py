@@ -14,7 +14,8 @@ from graphrt.tools.serve.tool_calls import schema_of
 THINK = Marks(("<think>", "</think>"))
 OPENED = THINK._replace(opened=True)
 CHANNELS = Marks(channels=True)
-TOOLS = [Tool(type="function", function=Function(name="rain"))]
+PLACE = {"type": "object", "properties": {"place": {"type": "string"}, "days": {"type": "integer"}}}
+TOOLS = [Tool(type="function", function=Function(name="rain", parameters=PLACE))]
 FINAL = "<|start|>assistant<|channel|>final<|message|>"
 CALL = '<tool_call>\n{"name": "rain", "arguments": {"a": 1}}\n</tool_call>'
 
@@ -29,6 +30,12 @@ TEXTS: list[tuple[Marks, str, str, str, list[str]]] = [
     (OPENED, "A, no end ", "A, no end", "", []),
     (Marks(), "<think>a</think> b", "", "<think>a</think> b", []),
     (THINK, f"<think>rain?</think>{CALL}\n{CALL}", "rain?", "", ['{"a": 1}', '{"a": 1}']),
+    (Marks(), "So.<tool_call>\n<function=rain>\n<parameter=place>\n12\n</parameter>\n"
+     "<parameter=days>\n12\n</parameter>\n<parameter=more>\n<b>\n</parameter>\n</function>\n</tool_call>", "", "So.",
+     ['{"place": "12", "days": 12, "more": "<b>"}']),
+    (Marks(), "<tool_call>rain\n<arg_key>place</arg_key>\n<arg_value>Ås\nen</arg_value>\n<arg_key>days</arg_key>\n"
+     "<arg_value>[1]</arg_value>\n</tool_call>\n<tool_call>rain</tool_call>", "", "",
+     ['{"place": "Ås\\nen", "days": [1]}', "{}"]),
     (CHANNELS, f"<|channel|>analysis<|message|>So <b><|end|>{FINAL}Yes < no<|return|>", "So <b>", "Yes < no", []),
     (CHANNELS, "<|channel|>analysis<|message|>So", "So", "", []),
     (CHANNELS, "<|channel|>analysis<|mess", "", "", []),
@@ -55,6 +62,18 @@ def test_texts_in_pieces(marks: Marks, text: str, thought: str, answer: str, cal
     assert all(a["id"] != b["id"] for a, b in pairwise(found))
     if size == 1 and thought:
         assert 0 < reader.n_reasoning < len(text) or not answer
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["<tool_call><function=snow></function></tool_call>", "<tool_call>snow</tool_call>",
+     "<tool_call>rain in Oslo</tool_call>", "rain", "<function=rain></function>", "[rain]"],
+)  # fmt: skip
+def test_what_is_no_call_stays_text(text: str) -> None:
+    reader = Reader(Marks(), TOOLS)
+    said = reader.push(text)
+    rest, calls = reader.end()
+    assert (said + rest).content == text and not calls
 
 
 def test_what_is_thought_is_shown_as_it_comes() -> None:
