@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from support.ranked import F32
 from support.tiny import write_model
 from support.trace_ranks import off
 
-from graphrt import Graph
+from graphrt import Graph, new_input, new_tensor, ops
 from graphrt.models import load
 from graphrt.models.cache import KVCache
 from graphrt.models.ranks import weights
@@ -141,6 +142,16 @@ def test_nodes_that_are_the_same_are_known(name: str, tmp_path: Path) -> None:
     compared = [key for key in same if {key, f"{key}@1"} <= set(values)]
     assert all(np.array_equal(values[key], values[f"{key}@1"], equal_nan=True) for key in compared)
     assert {"l_out-0", "l_out-1"} <= set(compared)
+
+
+def test_what_each_rank_takes_of_the_same_is_its_own() -> None:
+    x, own = new_input("f32", 8, name="x"), new_tensor("f32", 8, name="own")
+    slice_ = ops.sqr(ops.cont(ops.view(x, (4,))), name="slice")
+    whole, mixed = ops.sqr(ops.view(x, (8,)), name="whole"), ops.add(x, own, name="mixed")
+    summed = ops.all_reduce(mixed, ranks=2, rank=0, name="summed")
+    plan: Any = SimpleNamespace(cuts={"own": Cut("columns", 0, (((0, 8),), ((8, 16),)))})
+    named = {node.name for node in same_on_all(Graph(slice_, whole, summed), plan)}
+    assert named & {"slice", "whole", "mixed", "summed"} == {"whole", "summed"}
 
 
 def differing(capsys: pytest.CaptureFixture[str], model: Path, *given: str) -> tuple[int, dict[str, Any]]:

@@ -44,7 +44,7 @@ def same_on_all(graph: Graph, plan: RankPlan) -> set[Tensor]:
     same = {leaf for leaf in graph.leafs if leaf.flags & Flag.INPUT}
     for leaf in graph.leafs:
         cut = plan.cuts.get(leaf.name)
-        if cut is not None and not cut.spans and cut.by != "rank 0":
+        if cut is not None and not cut.spans:  # a bias that is added once is added to a part: the sum is no one's
             same.add(leaf)
     for node in graph.nodes:
         if node.op in _ALIKE or (not _is_part(node) and all(source in same for source in node.sources())):
