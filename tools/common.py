@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from graphrt.models.engine import SessionOptions
     from graphrt.models.gguf import GGUFFile
     from graphrt.models.model import Model
-    from graphrt.tools.inspect.subject import Played
+    from graphrt.tools.inspect.played import Played
 
 
 #: What the verbs call long work: graphrt.progress.task, which the command line shows.

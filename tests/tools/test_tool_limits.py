@@ -56,7 +56,7 @@ def _diffs(actual: Sequence[float], low: Sequence[float]) -> list[NodeDiff]:
 
     reference = off((0.0, 0.0))
     pair: Any = SimpleNamespace(
-        reference=reference, other=off(actual), low=off(low), running=[reference], alike=True
+        reference=reference, other=off(actual), low=off(low), running=[reference], alike=True, plan=None
     )  # fmt: skip
     return compare_all(pair)
 

@@ -70,7 +70,7 @@ def run(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mo
 
     def call(*argv: str, model: str = "deep.gguf", backend: Backend | None = None, text: str = TEXT) -> Result:
         if backend is not None:
-            monkeypatch.setattr(trace, "load_model", lambda args, exact: load(args.model, backend, exact=exact))
+            monkeypatch.setattr(trace, "load_model", lambda args, exact, played: load(args.model, backend, exact=exact))
         capsys.readouterr()
         code = cli.main(["trace", model, "--backend", "cpu", "-p", text, "-c", "64", *argv])
         out, err = capsys.readouterr()

@@ -19,7 +19,8 @@ from graphrt.tools.inspect.describe import describe
 from graphrt.tools.inspect.fold import ranges
 from graphrt.tools.inspect.graph_run import made_from
 from graphrt.tools.inspect.planned import Planned, planned
-from graphrt.tools.inspect.subject import Played, check_no_ranks, check_no_rope, is_graph, load_subject
+from graphrt.tools.inspect.played import Played
+from graphrt.tools.inspect.subject import check_no_ranks, check_no_rope, is_graph, load_subject
 
 
 @dataclass(frozen=True)

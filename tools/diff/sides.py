@@ -33,7 +33,8 @@ from graphrt.tools.conformance.run.lowprec import why_not_rounded
 from graphrt.tools.conformance.run.step import rounding_of
 from graphrt.tools.diff.file import FileSide, Run, file_side, node_keys
 from graphrt.tools.inspect.graph_run import GraphRun, Make, made_from
-from graphrt.tools.inspect.subject import Played, load_subject
+from graphrt.tools.inspect.played import Played
+from graphrt.tools.inspect.subject import load_subject
 from graphrt.tools.inspect.traced_step import Step, WatchedSession, steps
 
 KEYS = ("fuse", "ctk", "ctv", "model", "fa", "prec", "ranks", "pp", "ep")

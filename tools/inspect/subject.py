@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from graphrt.errors import GraphError, GraphrtError, SessionError
 from graphrt.tools.common import add_page_arguments, add_session_arguments, session_options, use_threads, whole
+from graphrt.tools.inspect.played import Played
 from graphrt.tools.rope_flags import rope_options
 
 if TYPE_CHECKING:
@@ -48,20 +49,6 @@ class Sequences:
 
     n: int = 1
     shared: int = 0
-
-
-@dataclass(frozen=True)
-class Played:
-    """Ranks that a model is cut over, all in one graph: how many, in how many stages, and whether experts are shared
-    out whole."""
-
-    ranks: int = 1
-    stages: int = 1
-    ep: bool = False
-
-    def __str__(self) -> str:
-        stages = f" in {self.stages} stages" if self.stages > 1 else ""
-        return f", {self.ranks} ranks{stages}" if self.ranks > 1 else ""
 
 
 @dataclass(frozen=True, eq=False)

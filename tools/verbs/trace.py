@@ -1,5 +1,5 @@
 """What every node of a model's step holds after a prompt: statistics, or values as llama-eval-callback prints them.
---first-nan walks a NaN or infinity back to the node that makes it.
+--first-nan walks a NaN or infinity back to the node that makes it; --tp runs ranks, and says where they part first.
 
 Nodes that are watched are kept in memory, which cuts the fusions they are part of: without --filter all of them. The
 step runs uncut first, so that it shows when cutting changes what it gives.
@@ -13,6 +13,8 @@ import sys
 import zipfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,17 +25,19 @@ from graphrt.tools.common import (
     add_prompt_arguments,
     add_session_arguments,
     load_model,
+    over_ranks,
     print_json,
     printable,
     progress,
     say_written,
     session_options,
+    whole,
 )
 from graphrt.tools.inspect.subject import PHASES, add_ranks_arguments, played_of
 from graphrt.tools.outputs import OutputFile
 
 if TYPE_CHECKING:
-    from graphrt.models.model import Model
+    from graphrt.ranks import Ranks
     from graphrt.tools.inspect.describe import GraphInfo
     from graphrt.tools.inspect.node_stats import Stats, Values
     from graphrt.tools.inspect.traced_step import Step, WatchedSession
@@ -70,17 +74,40 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--overlay", type=OutputFile, metavar="FILE", help=largest)
     parser.add_argument("--json", action="store_true", help="print a JSON object")
     add_ranks_arguments(parser)
+    tp = "ranks on this host, each a process of its own: says, too, where they part first (default: 1)"
+    parser.add_argument("--tp", type=whole(1, 64), default=1, metavar="N", help=tp)
     parser.add_argument("--exact", action="store_true", help="trace the reference forms")
     add_session_arguments(parser)
 
 
 def main(args: argparse.Namespace) -> int:
+    from graphrt.tools.verbs.run import prompt_text
+
+    name_patterns(args.filter)
+    _check(args)
+    if args.ranks > 1 and args.tp > 1:
+        raise SessionError("ranks are played in one process (--ranks) or started (--tp), got both; leave one out")
+    if args.ranks == 1 and over_ranks(args):
+        from graphrt.tools.ranks.launch import refuse, run_on_ranks
+
+        what, alone = "ranks that are there trace what each of them has", {"--first-nan": args.first_nan}
+        return run_on_ranks("trace", args, traced, partial(prompt_text, args), lambda: refuse(alone, what))
+    return traced(args, prompt_text(args))
+
+
+def traced(args: argparse.Namespace, prompt: str) -> int:
+    """The trace of the last step behind a prompt. Several ranks call it together (args.as_ranks): the first one prints
+    its nodes, and where ranks part."""
     from graphrt.tools.inspect.traced_step import WatchedSession
 
     patterns = name_patterns(args.filter)
-    _check(args)
-    model = load_model(args, args.exact, played=played_of(args))
-    tokens = _tokens(model, args)
+    ranks = getattr(args, "as_ranks", None)
+    model = load_model(args, args.exact, played=None if ranks else played_of(args))
+    tokens = model.prompt_tokens(prompt, raw=not args.chat)
+    if ranks:
+        tokens = ranks.told(tokens)
+        args.output = args.output and _of_rank(args.output, ranks)
+        args.overlay = None if ranks.rank else args.overlay
     session = WatchedSession(model.decoder, model.backends, session_options(args))
     step = _run(session, tokens, args)
     out: dict[str, Any] = {"tokens": tokens, "phase": args.phase}
@@ -89,11 +116,34 @@ def main(args: argparse.Namespace) -> int:
         verdict = _verdict(step, session)
         spoilt = verdict is not None
         out["first_nan"] = _told(verdict, args)
+    if ranks:
+        out["ranks"] = _parted(step, ranks, args)
+        spoilt = out["ranks"]["parted"] is not None
     if not args.first_nan or args.stats or args.values or args.output or args.overlay:
         out |= _traced(step, patterns, args)
     if args.json:
         print_json(out)
     return 1 if spoilt else 0
+
+
+def _of_rank(path: str, ranks: Ranks) -> str:
+    """The file of a rank's own values, beside the one that is named."""
+    given = Path(path)
+    return str(given.with_name(f"{given.stem}-{ranks.rank}-of-{ranks.size}{given.suffix}"))
+
+
+def _parted(step: Step, ranks: Ranks, args: argparse.Namespace) -> dict[str, Any]:
+    """Where ranks part first; printed unless it goes into a JSON object."""
+    from graphrt.models.ranks.weights import RankWeights
+    from graphrt.tools.trace.ranks import first_parted, lines
+
+    weights = step.session.decoder.weights
+    assert isinstance(weights, RankWeights)
+    n, parted = first_parted(ranks, step, weights.plan)
+    step.run()
+    if not args.json:
+        print("\n".join(lines(n, parted, ranks)))
+    return {"compared": n, "parted": None if parted is None else asdict(parted)}
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -116,12 +166,6 @@ def name_patterns(texts: Sequence[str] | None) -> list[re.Pattern[str]]:
             f"--filter must be a regular expression, got {error.pattern!r}: {error}; put a \\ before a character that "
             f"stands for itself"
         ) from error
-
-
-def _tokens(model: Model, args: argparse.Namespace) -> list[int]:
-    from graphrt.tools.verbs.run import prompt_text
-
-    return model.prompt_tokens(prompt_text(args), raw=not args.chat)
 
 
 def _run(session: WatchedSession, tokens: Sequence[int], args: argparse.Namespace) -> Step:
