@@ -64,14 +64,15 @@ def allocate(
 @gluon.jit
 def copy_tile(
     ring, p, left, hidden, pages, STRIDE: gl.constexpr, NW: gl.constexpr, D: gl.constexpr, KIND: gl.constexpr,
-    MASKED: gl.constexpr, HIDES: gl.constexpr, PAGE: gl.constexpr, slot,
+    COPIES: gl.constexpr, HIDES: gl.constexpr, PAGE: gl.constexpr, slot,
 ):  # fmt: skip
     """Starts the copies of a k-block's rows of K or V into buffer `slot` of the ring.
 
     p: the first, or of pages of PAGE keys the cache, see gluon_visits.key_offsets; PAGE 0: they are STRIDE apart.
-    MASKED: rows from `left` on are not read and become 0, nor are those that `hidden` names: HIDES "bits", those whose
-    bit is 0 (see seen_bits); "first", those before it; "", none.
+    COPIES: "masked": rows from `left` on are not read and become 0, nor are those that `hidden` names: HIDES "bits",
+    those whose bit is 0 (see seen_bits); "first", those before it; "", none. Else all are: "whole"; "run", see copy_run.
     """
+    MASKED: gl.constexpr = COPIES == "masked"
     W: gl.constexpr = gl.num_warps()
     tiles, shift = ring
     if is_half(KIND):
@@ -105,10 +106,29 @@ def copy_tile(
             async_copy.async_copy_global_to_shared(tiles.index(slot), pointers, mask)
         else:
             async_copy.async_copy_global_to_shared(tiles.index(slot), pointers)
+    elif COPIES == "run":
+        copy_run(tiles, p, NW, D, KIND, 0, slot)
+        copy_run(tiles, p, NW, D, KIND, 1, slot)
     else:
         UNITS: gl.constexpr = row_units(D, KIND, STRIDE)
         copy_units(ring, p, left, hidden, pages, STRIDE, NW, MASKED, HIDES, PAGE, slot, UNITS, 0)
         copy_units(ring, p, left, hidden, pages, STRIDE, NW, MASKED, HIDES, PAGE, slot, UNITS, 1)
+
+
+@gluon.jit
+def copy_run(
+    words, p, NW: gl.constexpr, D: gl.constexpr, KIND: gl.constexpr, PART: gl.constexpr, slot,
+):  # fmt: skip
+    """Starts the copies of a whole k-block whose rows lie side by side and begin on a unit: one run of memory, by 16
+    bytes, which so lies in shared memory as copies of single words would have put it. In two parts, as copy_units."""
+    N: gl.constexpr = NW * gl.num_warps()
+    WORDS: gl.constexpr = row_units(D, KIND, 1)
+    FIRST: gl.constexpr = PART * WORDS[0]
+    UNITS: gl.constexpr = N * WORDS[PART] // 4
+    L: gl.constexpr = unit_copy_layout(4, gl.num_warps())
+    at = axis_index(L, 2, 0, UNITS) * 4 + axis_index(L, 2, 1, 4) + N * FIRST
+    target = words.index(slot * (WORDS[0] + WORDS[1]) + FIRST)._reinterpret(gl.int32, [UNITS, 4], flat_shared(2))
+    async_copy.async_copy_global_to_shared(target, p + at)
 
 
 @gluon.jit
@@ -182,14 +202,15 @@ def seen_bits(p_bits, partial, NW: gl.constexpr):
 @gluon.jit
 def load_q(
     p_q, p_row, m_row, sign, D: gl.constexpr, KIND: gl.constexpr, DOT: gl.constexpr, THIN: gl.constexpr,
+    FIRST: gl.constexpr = 0,
 ):  # fmt: skip
     """Q in the order of K's slots as the first operand: [W, 16, D]; THIN: of 8 rows as the second one, [W, D, 8].
 
-    p_row: int64 offsets [1, rows, 1]."""
+    p_row: int64 offsets [1, rows, 1]. FIRST: the first of D slots that are wanted."""
     W: gl.constexpr = gl.num_warps()
     R: gl.constexpr = 8 if THIN else 16
     L: gl.constexpr = query_layout(D, W, KIND, R)
-    column = slot_elements(axis_index(L, 3, 2, D), KIND) + axis_index(L, 3, 0, W) * 0
+    column = slot_elements(FIRST + axis_index(L, 3, 2, D), KIND) + axis_index(L, 3, 0, W) * 0
     q = gl.load(p_q + p_row + column, mask=m_row & (column >= 0), other=0.0)
     q = (q * sign).to(DOT)
     if is_half(KIND):
@@ -232,7 +253,8 @@ def load_rows_of_blocks(ring, slot, NW: gl.constexpr, D: gl.constexpr, KIND: gl.
 def whole_words(words, heads, LAYOUT: gl.constexpr, NB: gl.constexpr, J: gl.constexpr):
     """Words with an even block's first two values, from its head, in the place after its last ones."""
     turned = ((axis_index(LAYOUT, 4, 2, NB) & 1) == 0) & (axis_index(LAYOUT, 4, 3, J) == J - 1)
-    return gl.where(turned, (words & 0xFFFF) | (heads & -65536), words)
+    own = gl.where(turned, 0xFFFF, -1)  # bits; that none change in most registers, the compiler sees
+    return (words & own) | (heads & (own ^ -1))
 
 
 @gluon.jit
