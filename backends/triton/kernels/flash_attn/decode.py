@@ -122,8 +122,9 @@ def flash_attn_decode(
     PLAN_EARLY: the mask's plan is older than the launch before this one. Kernels let their successors start only after
     a gdc_wait of their own, so that when this one starts, all launches but the one before it are complete.
 
-    COLUMNS: the warps own columns of the result and not keys; K and V are f16 or bf16. THIN: at most 8 query rows, K
-    and V of blocks or floats of 8 bits: decode_thin.py's loop. IN_RUNS: K and V are of blocks and each head's keys lie
+    COLUMNS: the warps own columns of the result and not keys; K and V are f16 or bf16. THIN: of at most 8 query
+    rows, K and V of blocks or floats of 8 bits: decode_thin.py's loop, which multiplies K's "values" or "codes"; else
+    "". IN_RUNS: K and V are of blocks and each head's keys lie
     side by side, see decode_configs.in_runs.
     """
     decode_range(
@@ -178,7 +179,7 @@ def flash_attn_decode_append(
         p_unit_start, p_part, p_counter, sq_t, sq_h, sq_s, sk_h, sk_s, sv_h, sv_s, sm_t, sm_h, sm_s, n_q, n_kv,
         n_head, n_groups, n_blocks, n_tiles, m2, m3, mask_groups, programs, splits, sign, factor, softcap,
         has_sinks, has_lse, sk_n, sv_n, D, K_KIND, V_KIND, BLOCK_N, SOFTCAP, HAS_MASK, PACK, PER_HEAD, RANGES,
-        UNIFORM, PDL, STAGES, JOIN, JOIN_PARTS, PLAN_EARLY, COLUMNS, False, False,
+        UNIFORM, PDL, STAGES, JOIN, JOIN_PARTS, PLAN_EARLY, COLUMNS, "", False,
         (p_k_new, p_v_new, p_ids, p_cos, p_sin, s_id, n_cells, kn_t, kn_h, vn_t), APPEND, N_DIMS,
     )  # fmt: skip
 
@@ -285,10 +286,10 @@ def decode_range(
             )  # fmt: skip
             LAYOUT: gl.constexpr = column_mma_layout(W)
         else:
-            if THIN:
+            if THIN != "":
                 m, l, acc = thin_sums(
                     queries, mask, caches, visits, low, i_seq, i_group, factor, softcap, sk_n, sv_n, D, K_KIND, V_KIND,
-                    BLOCK_N, SOFTCAP, SEES, 0, PACK, PER_HEAD, PDL, STAGES, FULL,
+                    BLOCK_N, SOFTCAP, SEES, 0, PACK, PER_HEAD, PDL, STAGES, FULL, THIN == "codes",
                 )  # fmt: skip
             else:
                 m, l, acc = way_sums(

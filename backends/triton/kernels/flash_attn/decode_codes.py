@@ -31,25 +31,25 @@ from graphrt.backends.triton.kernels.flash_attn.decode_pieces import query_rows
 def code_queries(
     queries, i_group, NW: gl.constexpr, D: gl.constexpr, KIND: gl.constexpr, PACK: gl.constexpr
 ):  # fmt: skip
-    """(Q of each block as load_q has it, what each block's products start from, f32 [W, 8])."""
+    """(Q of each block as load_q has it, what each block's products start from, f32 [W, 16, 8], the same in all rows)."""
     W: gl.constexpr = gl.num_warps()
     J: gl.constexpr = words_a_block(KIND)
     MMA: gl.constexpr = mma_layout(W)
-    L: gl.constexpr = gl.SliceLayout(2, key_words_layout(32, NW, W, KIND))
+    L: gl.constexpr = gl.SliceLayout(2, key_words_layout(32, 16, W, KIND))
     p_q, _, _, _, n_q, sign = queries
     token, p_row = query_rows(
         queries, axis_index(query_layout(32, W, KIND, THIN_ROWS), 3, 1, THIN_ROWS), i_group, PACK
     )  # fmt: skip
     # Codes that are all zero sum up the constant's share, the same for all keys.
-    zero = axis_index(L, 3, 0, W) * 0 + axis_index(L, 3, 1, NW) * 0 + axis_index(L, 3, 2, J) * 0
-    nothing = codes_of(zero + (0 if has_bytes(KIND) else -0x77777778), NW, KIND)
-    none = gl.full([W, NW, THIN_ROWS], 0.0, gl.float32, layout=MMA)
+    zero = axis_index(L, 3, 0, W) * 0 + axis_index(L, 3, 1, 16) * 0 + axis_index(L, 3, 2, J) * 0
+    nothing = codes_of(zero + (0 if has_bytes(KIND) else -0x77777778), 16, KIND)
+    none = gl.full([W, 16, THIN_ROWS], 0.0, gl.float32, layout=MMA)
     q = ()
     starts = ()
     for first in gl.static_range(0, D, 32):
         of_block = load_q(p_q, p_row, token < n_q, sign, 32, KIND, gl.float16, True, first)
         q = q + (of_block,)  # noqa: RUF005
-        starts = starts + (0.0 - gl.max(mma_v2(nothing, of_block, none), 1),)  # noqa: RUF005
+        starts = starts + (0.0 - mma_v2(nothing, of_block, none),)  # noqa: RUF005
     return q, starts
 
 
@@ -67,14 +67,24 @@ def code_scores(
     heads = in_blocks(gl.expand_dims(heads, 3))
     s = gl.full([W, NW, THIN_ROWS], 0.0, gl.float32, layout=MMA)
     for block in gl.static_range(D // 32):
-        start, _ = gl.broadcast(gl.expand_dims(starts[block], 1), s)
-        scores = mma_v2(codes_of(words[block], NW, KIND), q[block], start)
+        scores = mma_v2(codes_of(words[block], NW, KIND), q[block], for_keys(starts[block], NW))
         d = gl.convert_layout(scale_of(heads[block], block % 2), MMA, assert_trivial=True)
         if block == 0:
             s = scores * d
         else:
             s += scores * d
     return s
+
+
+@gluon.jit
+def for_keys(start, NW: gl.constexpr):
+    """What 16 keys start from for NW keys, in the same registers."""
+    W: gl.constexpr = start.shape[0]
+    if start.shape[1] == NW:
+        return gl.convert_layout(start, mma_layout(W), assert_trivial=True)
+    else:
+        pair = gl.permute(gl.join(start, start), (0, 3, 1, 2))
+        return for_keys(gl.reshape(pair, [W, 2 * start.shape[1], THIN_ROWS]), NW)
 
 
 @gluon.jit

@@ -15,13 +15,15 @@ from graphrt.dtypes import FLOATS8
 @dataclass(frozen=True)
 class Config:
     """block_n: keys a k-block; warps: ways; stages: k-blocks in flight; per_sm: programs that a
-    multiprocessor of Hopper's holds, see programs_held; registers: the most that a thread may have, 0: no bound."""
+    multiprocessor of Hopper's holds, see programs_held; registers: the most that a thread may have, 0: no bound;
+    codes: tiles of at most 8 rows multiply K's codes without their scales (decode_codes.py)."""
 
     block_n: int
     warps: int
     stages: int
     per_sm: int
     registers: int = 0
+    codes: bool = False
 
     @property
     def block_m(self) -> int:
@@ -57,7 +59,7 @@ THIN: dict[tuple[int, str], Config] = {
 }
 #: The same where keys lie in runs, see in_runs.
 IN_RUNS: dict[tuple[int, str], Config] = {
-    (128, "q8_0"): Config(64, 4, 3, 2),
+    (128, "q8_0"): Config(64, 4, 3, 2, codes=True),
     (128, "q4_0"): Config(64, 4, 2, 3, 168),
 }
 KINDS = ("f16", "bf16", *FLOATS8, "q8_0", "q4_0")
@@ -71,6 +73,13 @@ def owns_columns(d: int, k_kind: str, v_kind: str) -> bool:
 def is_thin(rows: int, k_kind: str, v_kind: str) -> bool:
     """Whether a tile of so many query rows takes decode_thin.py's loop."""
     return rows <= THIN_ROWS.value and not {k_kind, v_kind} & {"f16", "bf16"}
+
+
+def thin_form(rows: int, k_kind: str, v_kind: str, config: Config) -> str:
+    """What a tile's loop is called by flash_attn_decode's THIN."""
+    if not is_thin(rows, k_kind, v_kind):
+        return ""
+    return "codes" if config.codes and k_kind in ("q8_0", "q4_0") else "values"
 
 
 def find_decode_config(

@@ -14,10 +14,10 @@ from graphrt.backends.triton.kernels.flash_attn.decode_configs import (
     Config,
     config_for,
     in_runs,
-    is_thin,
     owns_columns,
     programs_held,
     shared_bytes,
+    thin_form,
     with_words,
 )
 from graphrt.backends.triton.kernels.flash_attn.kernel import AttentionKernel, Scratch, warps_text
@@ -70,7 +70,7 @@ def arguments(
         **with_words(main), "D": main["D_K"], "STAGES": config.stages, "p_runs": runs, "p_counter": counter,
         "JOIN": join[0], "JOIN_PARTS": join[1], "PLAN_EARLY": early and PLAN_EARLY,
         "COLUMNS": owns_columns(main["D_K"], main["K_KIND"], main["V_KIND"]),
-        "THIN": is_thin(main["n_q"] * main["PACK"], main["K_KIND"], main["V_KIND"]), "IN_RUNS": in_runs,
+        "THIN": thin_form(main["n_q"] * main["PACK"], main["K_KIND"], main["V_KIND"], config), "IN_RUNS": in_runs,
     }  # fmt: skip
     return {name: known[name] for name in flash_attn_decode.arg_names}
 

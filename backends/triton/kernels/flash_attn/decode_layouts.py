@@ -28,12 +28,6 @@ def has_bytes(KIND):
 
 
 @gluon.constexpr_function
-def multiplies_codes(KIND):
-    """Whether decode_codes.py makes the scores."""
-    return KIND == "q8_0" or KIND == "q4_0"
-
-
-@gluon.constexpr_function
 def dot_dtype(KIND):
     return gl.bfloat16 if KIND == "bf16" else gl.float16
 

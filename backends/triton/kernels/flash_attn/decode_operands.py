@@ -69,15 +69,14 @@ def allocate(
 @gluon.jit
 def copy_tile(
     ring, p, left, hidden, pages, STRIDE: gl.constexpr, NW: gl.constexpr, D: gl.constexpr, KIND: gl.constexpr,
-    COPIES: gl.constexpr, HIDES: gl.constexpr, PAGE: gl.constexpr, slot,
+    MASKED: gl.constexpr, HIDES: gl.constexpr, PAGE: gl.constexpr, slot,
 ):  # fmt: skip
     """Starts the copies of a k-block's rows of K or V into buffer `slot` of the ring.
 
     p: the first, or of pages of PAGE keys the cache, see gluon_visits.key_offsets; PAGE 0: they are STRIDE apart.
-    COPIES: "masked": rows from `left` on are not read and become 0, nor are those that `hidden` names: HIDES "bits",
-    those whose bit is 0 (see seen_bits); "first", those before it; "", none. Else all are: "whole"; "run", see copy_run.
+    MASKED: rows from `left` on are not read and become 0, nor are those that `hidden` names: HIDES "bits",
+    those whose bit is 0 (see seen_bits); "first", those before it; "", none.
     """
-    MASKED: gl.constexpr = COPIES == "masked"
     W: gl.constexpr = gl.num_warps()
     tiles, shift = ring
     if is_half(KIND):
@@ -111,9 +110,6 @@ def copy_tile(
             async_copy.async_copy_global_to_shared(tiles.index(slot), pointers, mask)
         else:
             async_copy.async_copy_global_to_shared(tiles.index(slot), pointers)
-    elif COPIES == "run":
-        copy_run(tiles, p, NW, D, KIND, 0, slot)
-        copy_run(tiles, p, NW, D, KIND, 1, slot)
     else:
         UNITS: gl.constexpr = row_units(D, KIND, STRIDE)
         copy_units(ring, p, left, hidden, pages, STRIDE, NW, MASKED, HIDES, PAGE, slot, UNITS, 0)
@@ -122,10 +118,11 @@ def copy_tile(
 
 @gluon.jit
 def copy_run(
-    words, p, NW: gl.constexpr, D: gl.constexpr, KIND: gl.constexpr, PART: gl.constexpr, slot,
+    ring, p, NW: gl.constexpr, D: gl.constexpr, KIND: gl.constexpr, PART: gl.constexpr, slot,
 ):  # fmt: skip
     """Starts the copies of a whole k-block whose rows lie side by side and begin on a unit: one run of memory, by 16
     bytes, which so lies in shared memory as copies of single words would have put it. In two parts, as copy_units."""
+    words, _ = ring
     N: gl.constexpr = NW * gl.num_warps()
     WORDS: gl.constexpr = row_units(D, KIND, 1)
     FIRST: gl.constexpr = PART * WORDS[0]

@@ -262,7 +262,7 @@ def copy_rows(
             hidden = seen_bits(p_bits + i_kb * (BLOCK_N // 32), i >= n_full, NW)
         left = n_kv - i_kb * BLOCK_N
         p_kb = p_h + first_row(i_kb, BLOCK_N).to(gl.int64) * STRIDE
-        copy_tile(ring, p_kb, left, hidden, (), STRIDE, NW, D, KIND, "masked", SKIP, 0, buffer)
+        copy_tile(ring, p_kb, left, hidden, (), STRIDE, NW, D, KIND, True, SKIP, 0, buffer)
     async_copy.commit_group()
 
 

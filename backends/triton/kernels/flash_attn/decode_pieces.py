@@ -8,7 +8,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from graphrt.backends.triton.kernels.common.constants import LOG2E, NEG_INF
 from graphrt.backends.triton.kernels.common.gluon_pdl import gdc_launch_dependents
-from graphrt.backends.triton.kernels.flash_attn.decode_operands import copy_tile, seen_bits
+from graphrt.backends.triton.kernels.flash_attn.decode_operands import copy_run, copy_tile, seen_bits
 from graphrt.backends.triton.kernels.flash_attn.gluon_visits import block_of_run, first_row, page_of
 
 
@@ -132,7 +132,8 @@ def copy_block(
     """Starts the copies of the i-th k-block of the list, as two groups: K, V. Empty ones if i is not below high.
 
     Of positions (see logits) i is the k-block itself; PAGE: keys of a page, 0 for keys that lie one after the other.
-    FULL: how full k-blocks are copied, see copy_tile: "masked", as others; else by code of their own.
+    FULL: how full k-blocks are copied: "masked", as others; "whole", by code of their own; "run", see copy_run: then K's
+    group has V too.
     """
     ring_k, ring_v, p_kh, p_vh, where, n_kv = caches
     _, _, _, _, high = visits
@@ -174,14 +175,20 @@ def copy_block(
                 p_kb = gl.multiple_of(p_kb, 16)
                 p_vb = gl.multiple_of(p_vb, 16)
         SMALL: gl.constexpr = PAGE if PAGE < BLOCK_N else 0
-        if FULL != "masked" and full:
-            copy_tile(ring_k, p_kb, left, hidden, k_pages, sk_n, NW, D, K_KIND, FULL, SKIP, SMALL, buffer)
+        if FULL == "run" and full:
+            # Triton has the warps meet between two copies to one ring: so once for both rings.
+            for part in gl.static_range(2):
+                copy_run(ring_k, p_kb, NW, D, K_KIND, part, buffer)
+                copy_run(ring_v, p_vb, NW, D, V_KIND, part, buffer)
             async_copy.commit_group()
-            copy_tile(ring_v, p_vb, left, hidden, v_pages, sv_n, NW, D, V_KIND, FULL, SKIP, SMALL, buffer)
+        elif FULL == "whole" and full:
+            copy_tile(ring_k, p_kb, left, hidden, k_pages, sk_n, NW, D, K_KIND, False, SKIP, SMALL, buffer)
+            async_copy.commit_group()
+            copy_tile(ring_v, p_vb, left, hidden, v_pages, sv_n, NW, D, V_KIND, False, SKIP, SMALL, buffer)
         else:
-            copy_tile(ring_k, p_kb, left, hidden, k_pages, sk_n, NW, D, K_KIND, "masked", SKIP, SMALL, buffer)
+            copy_tile(ring_k, p_kb, left, hidden, k_pages, sk_n, NW, D, K_KIND, True, SKIP, SMALL, buffer)
             async_copy.commit_group()
-            copy_tile(ring_v, p_vb, left, hidden, v_pages, sv_n, NW, D, V_KIND, "masked", SKIP, SMALL, buffer)
+            copy_tile(ring_v, p_vb, left, hidden, v_pages, sv_n, NW, D, V_KIND, True, SKIP, SMALL, buffer)
     else:
         async_copy.commit_group()
         if PDL:
