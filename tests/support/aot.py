@@ -382,6 +382,9 @@ def rows_of(arch: str) -> Iterator[tuple[str, Callable[[], list[Launch]]]]:
 #: Head sizes whose pieces are not all whole, which row of the table they have, and a mask whose rows are not aligned.
 ODD = [(40, 40), (72, 72), (90, 90), (65, 67)]
 DECODE = [Shape((d, d), 1, (t, t)) for d in (64, 128, 256) for t in ("f16", "q8_0", "q4_0")]
+DECODE += [Shape((d, d), n_q, (k, v), runs=True) for d, n_q, k, v in (
+    (128, 1, "q8_0", "q8_0"), (128, 1, "q4_0", "q4_0"), (64, 1, "q8_0", "q4_0"), (128, 3, "q4_0", "q8_0"),
+)]  # fmt: skip
 #: The decode kernel's, where GPUs have an instruction for them.
 DECODE8 = [
     *(Shape((d, d), 1, ("f8_e4m3", "f8_e4m3")) for d in (64, 128)),
