@@ -45,6 +45,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "keys side by side, more than 8 rows of queries": (
         5, {"d": (128, 128), "layout": "plain", "heads": (8, 2), "n_q": 3, "n_kv": 200},
     ),
+    "keys with gaps between them": (5, {"d": (128, 128), "layout": "padded", "n_kv": 199}),
     "heads that begin anywhere": (5, {"d": (128, 128), "layout": "plain", "n_kv": 201}),
     "queries that add up to much": (5, {"d": (128, 128), "layout": "plain", "n_kv": 130, "values": "raised"}),
     "blocks beside f16": (3, {"heads": (6, 2), "n_kv": 213, "n_seq": 2, "types": ("q8_0", "f16")}),
