@@ -72,8 +72,8 @@ BIN = Path(triton.__file__).parent / "backends/nvidia/bin"
 @dataclass(frozen=True)
 class Shape:
     """d: of K and V; rows of queries that share a KV head; types of K and V; v_in_k: V is the start of K's rows;
-    score: a name of ops/cases/scores.py's SCORES; panels: K lies in panels; q_type: of q; runs: a head's keys lie side by
-    side, not a key's heads."""
+    score: a name of ops/cases/scores.py's SCORES; panels: K lies in panels; q_type: of q; runs: a head's keys lie side
+    by side, not a key's heads."""
 
     d: tuple[int, int]
     n_q: int
@@ -115,10 +115,7 @@ def problem(shape: Shape) -> Problem:
         k = leaf(shape.types[0], (x, n_kv, d_k // x * 2), "k")
     else:
         k = cache(shape.types[0], d_k, "k")
-    if shape.v_in_k:
-        v = view(k, (d_v, n_kv, 2), k.nb[1:])
-    else:
-        v = cache(shape.types[1], d_v, "v")
+    v = view(k, (d_v, n_kv, 2), k.nb[1:]) if shape.v_in_k else cache(shape.types[1], d_v, "v")
     mask = leaf("f16", (n_kv, shape.n_q), "mask")
     score = SCORES[shape.score](8, n_kv) if shape.score else None
     dropout = {"dropout_p": shape.dropout_p, "seed": 3, "offset": 5} if shape.dropout_p else {}

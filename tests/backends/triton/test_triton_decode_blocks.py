@@ -4,6 +4,7 @@ runs, and all forms of the loop."""
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,9 +21,12 @@ from support.attention_emulation import run
 from triton.experimental.gluon.language import PaddedSharedLayout
 
 from graphrt.backends.triton.kernels.common.blocks import words_a_block
-from graphrt.backends.triton.kernels.flash_attn import decode_layouts
+from graphrt.backends.triton.kernels.flash_attn import decode_configs, decode_layouts
+from graphrt.dtypes import dtype
 from graphrt.ops.cases.flash_attn import BASE
 from graphrt.ops.cases.flash_attn_axes import as_case
+from graphrt.ops.view import view
+from graphrt.tensor import Tensor
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
@@ -36,16 +40,18 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "more than 8 rows of queries": (5, {"d": (128, 128), "heads": (8, 2), "n_q": 3, "n_kv": 200}),
     "keys side by side": (5, {"d": (128, 128), "layout": "plain", "n_kv": 200}),
     "keys side by side, some of them hidden": (
-        5, {"d": (128, 128), "layout": "plain", "n_kv": 300, "mask": "random", "spoil": "nan"},
+        5,
+        {"d": (128, 128), "layout": "plain", "n_kv": 300, "mask": "random", "spoil": "nan"},
     ),
     "keys side by side, of the other kinds": (
-        3, {"d": (128, 128), "layout": "plain", "n_kv": 328, "n_seq": 2, "types": ("q4_0", "q8_0")},
+        3,
+        {"d": (128, 128), "layout": "plain", "n_kv": 328, "n_seq": 2, "types": ("q4_0", "q8_0")},
     ),
     "keys side by side, smaller heads": (3, {"layout": "plain", "n_kv": 264, "types": ("q8_0", "q4_0")}),
     "keys side by side, more than 8 rows of queries": (
-        5, {"d": (128, 128), "layout": "plain", "heads": (8, 2), "n_q": 3, "n_kv": 200},
+        5,
+        {"d": (128, 128), "layout": "plain", "heads": (8, 2), "n_q": 3, "n_kv": 200},
     ),
-    "keys with gaps between them": (5, {"d": (128, 128), "layout": "padded", "n_kv": 199}),
     "heads that begin anywhere": (5, {"d": (128, 128), "layout": "plain", "n_kv": 201}),
     "queries that add up to much": (5, {"d": (128, 128), "layout": "plain", "n_kv": 130, "values": "raised"}),
     "blocks beside f16": (3, {"heads": (6, 2), "n_kv": 213, "n_seq": 2, "types": ("q8_0", "f16")}),
@@ -116,3 +122,12 @@ def test_which_copies_and_which_loop(what: str) -> None:
     shape, in_runs, loop = FORMS[what]
     found = decode_launch("sm_90", shape).args
     assert (found["IN_RUNS"], found["THIN"]) == (in_runs, loop)
+
+
+@pytest.mark.parametrize("row", [128, 192])
+def test_keys_with_gaps_between_them_are_no_run(row: int) -> None:
+    whole = Tensor(dtype("q8_0"), (row, 512, 2))
+    k = view(whole, (128, 512, 2), whole.nb[1:])
+    side = SimpleNamespace(kind="q8_0", d=128)
+    p = SimpleNamespace(k=side, v=side, k_t=k, v_t=k, place=lambda t: (None, t.view_offs))
+    assert decode_configs.in_runs(p) == (row == 128)

@@ -31,7 +31,7 @@ from graphrt.backends.triton.kernels.flash_attn.decode_pieces import query_rows
 def code_queries(
     queries, i_group, NW: gl.constexpr, D: gl.constexpr, KIND: gl.constexpr, PACK: gl.constexpr
 ):  # fmt: skip
-    """(Q of each block as load_q has it, what each block's products start from, f32 [W, 16, 8], the same in all rows)."""
+    """(Q of each block as load_q has it; what each block's products start from, f32 [W, 16, 8], all rows the same)."""
     W: gl.constexpr = gl.num_warps()
     J: gl.constexpr = words_a_block(KIND)
     MMA: gl.constexpr = mma_layout(W)

@@ -140,14 +140,12 @@ def with_words(args: dict[str, Any]) -> dict[str, Any]:
     return words
 
 
-def config_for(
-    p: Any, rows: int, tiles_a_multiprocessor: int, hopper: bool, runs: bool = False
-) -> Config | str:
+def config_for(p: Any, rows: int, tiles_a_multiprocessor: int, hopper: bool, runs: bool = False) -> Config | str:
     """The configuration for a problem (problem.py's Problem), else a reason why this kernel does not serve it.
 
-    rows: query rows that share a KV head of a sequence; runs: in_runs's; hopper: the GPU is an sm_90 or later. On others heads of 256
-    are the portable kernel's: there registers spill here, and nobody has measured whether it is the faster one all the
-    same, as it is on an H100.
+    rows: query rows that share a KV head of a sequence; runs: in_runs's; hopper: the GPU is an sm_90 or later. On
+    others heads of 256 are the portable kernel's: there registers spill here, and nobody has measured whether it is the
+    faster one all the same, as it is on an H100.
     """
     k, v = p.k, p.v
     if p.out is None:

@@ -132,8 +132,8 @@ def copy_block(
     """Starts the copies of the i-th k-block of the list, as two groups: K, V. Empty ones if i is not below high.
 
     Of positions (see logits) i is the k-block itself; PAGE: keys of a page, 0 for keys that lie one after the other.
-    FULL: how full k-blocks are copied: "masked", as others; "whole", by code of their own; "run", see copy_run: then K's
-    group has V too.
+    FULL: how full k-blocks are copied: "masked", as others; "whole", by code of their own; "run", see copy_run: then
+    K's group has V too.
     """
     ring_k, ring_v, p_kh, p_vh, where, n_kv = caches
     _, _, _, _, high = visits

@@ -94,7 +94,8 @@ def flash_attn_varlen_decode(
         sight = (behind, p_slopes, window, first_key)
         for i in range(STAGES):
             copy_block(
-                caches, visits, low + i, i, sk_n, sv_n, NW, D, K_KIND, V_KIND, BLOCK_N, SEES, PAGE, PDL, "whole" if COLUMNS else "masked"
+                caches, visits, low + i, i, sk_n, sv_n, NW, D, K_KIND, V_KIND, BLOCK_N, SEES, PAGE, PDL,
+                "whole" if COLUMNS else "masked",
             )  # fmt: skip
         if COLUMNS:
             m, l, acc = column_sums(
