@@ -108,9 +108,12 @@ def test_layouts_say_where_words_of_blocks_lie(kind: str, d: int, stride: int) -
 #: What is special: (the shape, whether copies are of runs, which loop).
 FORMS = {
     "keys side by side": (Shape((128, 128), 1, ("q8_0", "q8_0"), runs=True), True, "codes"),
-    "keys side by side, of q4_0": (Shape((128, 128), 1, ("q4_0", "q4_0"), runs=True), True, "values"),
-    "a key's heads side by side": (Shape((128, 128), 1, ("q8_0", "q8_0")), False, "values"),
-    "heads that begin anywhere": (Shape((128, 128), 1, ("q8_0", "q8_0"), n_kv=511, runs=True), False, "values"),
+    "keys side by side, of q4_0": (Shape((128, 128), 1, ("q4_0", "q4_0"), runs=True), True, "codes"),
+    "a key's heads side by side": (Shape((128, 128), 1, ("q8_0", "q8_0")), False, "codes"),
+    "a key's heads side by side, of q4_0": (Shape((128, 128), 1, ("q4_0", "q4_0")), False, "codes"),
+    "smaller heads": (Shape((64, 64), 1, ("q8_0", "q8_0")), False, "values"),
+    "K of 8-bit floats": (Shape((128, 128), 1, ("f8_e4m3", "q8_0")), False, "values"),
+    "heads that begin anywhere": (Shape((128, 128), 1, ("q8_0", "q8_0"), n_kv=511, runs=True), False, "codes"),
     "keys of whole units": (Shape((256, 256), 1, ("q8_0", "q8_0"), runs=True), False, "values"),
     "blocks beside f16": (Shape((128, 128), 1, ("q8_0", "f16"), runs=True), False, ""),
     "more than 8 rows of queries": (Shape((128, 128), 3, ("q8_0", "q8_0"), runs=True), True, ""),

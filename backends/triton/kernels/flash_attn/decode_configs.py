@@ -52,15 +52,16 @@ MANY_TILES: dict[tuple[int, str], Config] = {(128, "half"): Config(128, 4, 1, 3)
 #: By head size, of K and V that are both f16 or bf16: heads whose columns are shared out among the warps.
 COLUMNS: dict[int, Config] = {256: Config(32, 4, 6, 1)}
 #: By head size and kind, of K and V that have none of f16 and bf16: decode_thin.py's. More warps hide what unpacking
-#: waits for, so registers are bounded. (q8_0 gains nothing by more warps: BENCHMARKS.md, "What bounds q8_0 and q4_0".)
+#: waits for, so registers are bounded. Measured on an H200: BENCHMARKS.md, "What bounds q8_0 and q4_0".
 THIN: dict[tuple[int, str], Config] = {
     (128, "f8"): Config(64, 4, 3, 3, 168),
-    (128, "q4_0"): Config(64, 4, 3, 3, 168),
+    (128, "q8_0"): Config(64, 4, 3, 3, 168, codes=True),
+    (128, "q4_0"): Config(64, 4, 3, 3, 168, codes=True),
 }
-#: The same where keys lie in runs, see in_runs.
+#: The same where keys lie in runs, see in_runs: their copies take few instructions, and fewer warps do.
 IN_RUNS: dict[tuple[int, str], Config] = {
     (128, "q8_0"): Config(64, 4, 3, 2, codes=True),
-    (128, "q4_0"): Config(64, 4, 2, 3, 168),
+    (128, "q4_0"): Config(128, 4, 2, 2, codes=True),
 }
 KINDS = ("f16", "bf16", *FLOATS8, "q8_0", "q4_0")
 
@@ -140,12 +141,14 @@ def with_words(args: dict[str, Any]) -> dict[str, Any]:
     return words
 
 
-def config_for(p: Any, rows: int, tiles_a_multiprocessor: int, hopper: bool, runs: bool = False) -> Config | str:
+def config_for(
+    p: Any, rows: int, tiles_a_multiprocessor: int, hopper: bool, runs: bool = False, has_thin: bool = True
+) -> Config | str:
     """The configuration for a problem (problem.py's Problem), else a reason why this kernel does not serve it.
 
-    rows: query rows that share a KV head of a sequence; runs: in_runs's; hopper: the GPU is an sm_90 or later. On
-    others heads of 256 are the portable kernel's: there registers spill here, and nobody has measured whether it is the
-    faster one all the same, as it is on an H100.
+    rows: query rows that share a KV head of a sequence; runs: in_runs's; has_thin: the kernel has decode_thin.py's
+    loop; hopper: the GPU is an sm_90 or later. On others heads of 256 are the portable kernel's: there registers spill
+    here, and nobody has measured whether it is the faster one all the same, as it is on an H100.
     """
     k, v = p.k, p.v
     if p.out is None:
@@ -174,7 +177,8 @@ def config_for(p: Any, rows: int, tiles_a_multiprocessor: int, hopper: bool, run
             return f"keys of {x.kind} that are whole 16 bytes apart must begin so, in each sequence or page"
         if any(n % far for n in t.nb[2:]):
             return f"heads and sequences of {x.kind} must be whole {far} bytes apart"
-    config = find_decode_config(k.d, k.kind, v.kind, tiles_a_multiprocessor, rows, runs)
+    of_loop = rows if has_thin else ROWS.value
+    config = find_decode_config(k.d, k.kind, v.kind, tiles_a_multiprocessor, of_loop, runs)
     if max(t.nb[1] for t in (p.k_t, p.v_t)) * config.block_n >= 2**31:
         return "a k-block's keys lie over more than 2 GiB"
     return config
