@@ -7,10 +7,13 @@ units, lists of k-blocks, slots of scratch and fixup.py; only how the work insid
 - Each warp has its own keys of a k-block ("way") with sums of its own; the ways meet once, at the end of a segment.
   Where such sums leave a warp no registers (f16 and bf16 heads of 256) the warps own columns of the result instead:
   keys are shared out for Q K^T only, and every k-block's maxima and weights pass through shared memory.
-- Quantized rows are copied as they are, in units of 16 bytes where keys are so far apart, else of words, and read from
-  shared memory by words, straight into the registers where the matrix units want the dequantized values: which element
+- Quantized rows are copied as they are: where a head's keys lie side by side, a k-block as one run of memory by 16
+  bytes; else row by row, in units of 16 bytes where keys are so far apart, else of words. They are read from shared
+  memory by words, straight into the registers where the matrix units want the dequantized values: which element
   of a row a slot of an operand holds is free as long as Q (for K) or the result (for V) follows the same order, and the
   orders here are made so that no value changes its lane.
+- Up to 8 query rows over quantized rows have a loop of their own (decode_thin.py), which may multiply K's codes and
+  scale the scores (decode_codes.py).
 
 Of a pair of q8_0 or q4_0 blocks (2 * J + 1 words, J = 8 or 4) these words are read: 1 .. 2J, the values, as
 [NB = D / 32 blocks, J]; and words 0 and J, the "heads", as [NB]. A row may begin within a unit, and has a unit more
@@ -124,8 +127,7 @@ def flash_attn_decode(
 
     COLUMNS: the warps own columns of the result and not keys; K and V are f16 or bf16. THIN: of at most 8 query
     rows, K and V of blocks or floats of 8 bits: decode_thin.py's loop, which multiplies K's "values" or "codes"; else
-    "". IN_RUNS: K and V are of blocks and each head's keys lie
-    side by side, see decode_configs.in_runs.
+    "". IN_RUNS: K and V are of blocks and each head's keys lie side by side, see decode_configs.in_runs.
     """
     decode_range(
         p_q, p_k, p_v, p_mask, p_sinks, p_slopes, p_out, p_lse, p_counts, p_blocks, p_seen, p_runs,
