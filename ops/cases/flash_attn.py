@@ -71,6 +71,12 @@ GROUPS: Mapping[str, Sequence[Group]] = {
             {"types": [("q8_0", "q4_0"), ("q4_0", "q8_0"), ("q5_1", "bf16")]},
             {"types": [(k, v) for k in OTHERS for v in OTHERS if k != v], "n_q": (1,)},
         ),
+        # A head's keys lie side by side, and each head begins on 16 bytes, though its keys do not.
+        Group(
+            replace(BASE, d=(128, 128), n_q=1, n_kv=300, mask="random", types=("q8_0", "q8_0")),
+            {},
+            {"types": (("q4_0", "q4_0"), ("q8_0", "q4_0")), "spoil": ("nan",), "n_q": (2, 9), "values": ("raised",)},
+        ),
     ),
     # Two heads of k and v, so that a head's modulo is not its quotient, and a sequence each of them misses.
     "gqa": (

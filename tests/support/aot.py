@@ -72,7 +72,8 @@ BIN = Path(triton.__file__).parent / "backends/nvidia/bin"
 @dataclass(frozen=True)
 class Shape:
     """d: of K and V; rows of queries that share a KV head; types of K and V; v_in_k: V is the start of K's rows;
-    score: a name of ops/cases/scores.py's SCORES; panels: K lies in panels; q_type: of q."""
+    score: a name of ops/cases/scores.py's SCORES; panels: K lies in panels; q_type: of q; runs: a head's keys lie side
+    by side, not a key's heads."""
 
     d: tuple[int, int]
     n_q: int
@@ -85,6 +86,7 @@ class Shape:
     prec: int = 0
     panels: bool = False
     q_type: str = "f32"
+    runs: bool = False
 
 
 def gpu_target(arch: str) -> GPUTarget:
@@ -101,17 +103,19 @@ def problem(shape: Shape) -> Problem:
         places[t] = (TritonBuffer(torch.zeros(t.nbytes, dtype=torch.uint8), Usage.COMPUTE), 0)
         return t
 
+    def cache(kind: str, d: int, name: str) -> Tensor:
+        if shape.runs:
+            return leaf(kind, (d, n_kv, 2), name)
+        return permute(leaf(kind, (d, 2, n_kv), name), 0, 2, 1, 3)
+
     (d_k, d_v), n_kv = shape.d, shape.n_kv
     q = leaf(shape.q_type, (d_k, shape.n_q, 8), "q")
     if shape.panels:
         x = panel_width(dtype(shape.types[0]))
         k = leaf(shape.types[0], (x, n_kv, d_k // x * 2), "k")
     else:
-        k = permute(leaf(shape.types[0], (d_k, 2, n_kv), "k"), 0, 2, 1, 3)
-    if shape.v_in_k:
-        v = view(k, (d_v, n_kv, 2), k.nb[1:])
-    else:
-        v = permute(leaf(shape.types[1], (d_v, 2, n_kv), "v"), 0, 2, 1, 3)
+        k = cache(shape.types[0], d_k, "k")
+    v = view(k, (d_v, n_kv, 2), k.nb[1:]) if shape.v_in_k else cache(shape.types[1], d_v, "v")
     mask = leaf("f16", (n_kv, shape.n_q), "mask")
     score = SCORES[shape.score](8, n_kv) if shape.score else None
     dropout = {"dropout_p": shape.dropout_p, "seed": 3, "offset": 5} if shape.dropout_p else {}
@@ -375,6 +379,9 @@ def rows_of(arch: str) -> Iterator[tuple[str, Callable[[], list[Launch]]]]:
 #: Head sizes whose pieces are not all whole, which row of the table they have, and a mask whose rows are not aligned.
 ODD = [(40, 40), (72, 72), (90, 90), (65, 67)]
 DECODE = [Shape((d, d), 1, (t, t)) for d in (64, 128, 256) for t in ("f16", "q8_0", "q4_0")]
+DECODE += [Shape((d, d), n_q, (k, v), runs=True) for d, n_q, k, v in (
+    (128, 1, "q8_0", "q8_0"), (128, 1, "q4_0", "q4_0"), (64, 1, "q8_0", "q4_0"), (128, 3, "q4_0", "q8_0"),
+)]  # fmt: skip
 #: The decode kernel's, where GPUs have an instruction for them.
 DECODE8 = [
     *(Shape((d, d), 1, ("f8_e4m3", "f8_e4m3")) for d in (64, 128)),
@@ -479,8 +486,8 @@ def table_says(arch: str, name: str, launch: Launch) -> int | None:
     """Programs that a table of attention's configurations says a multiprocessor holds of a launch's kernel."""
     if launch.name.startswith("flash_attn_decode") and "passes" not in launch.name:
         of = tuple(launch.args[x] for x in ("D", "K_KIND", "V_KIND"))
-        rows = 8 if launch.args.get("THIN") else 16
-        config = replace(find_decode_config(*of, rows=rows), stages=launch.args["STAGES"])
+        rows, runs = 8 if launch.args.get("THIN") else 16, launch.args.get("IN_RUNS", False)
+        config = replace(find_decode_config(*of, rows=rows, runs=runs), stages=launch.args["STAGES"])
         return programs_held(config, shared_bytes(*of, config), arch)
     row = re.match(rf"{arch} row (\d+) ", name)
     return configs.table_of(arch)[int(row[1])].config.per_sm if row and launch.name == "flash_attn" else None

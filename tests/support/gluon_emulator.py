@@ -305,6 +305,9 @@ class Scattered(Shared):
     def data(self) -> np.ndarray:  # type: ignore[override]
         return self.whole[self.places]
 
+    def slice(self, first: int, n: int, dim: int = 0) -> Scattered:
+        return Scattered(self.whole, 0, self.places[(slice(None),) * dim + (slice(first, first + n),)])
+
     def store(self, value: Value) -> None:
         self.whole[self.places] = value.data
 

@@ -1,14 +1,13 @@
-"""The decode kernel over caches of blocks, in the emulator: rows as they lie in memory, in both units of copies, and
-both forms of the loop."""
+"""The decode kernel over caches of blocks, in the emulator: rows as they lie in memory, in both units of copies or in
+runs, and all forms of the loop."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
 
 pytest.importorskip("triton")
 
@@ -17,13 +16,17 @@ from graphrt.backends.triton import device
 if device.unusable() is not None:
     pytest.skip(f"the triton backend can't be used here: {device.unusable()}", allow_module_level=True)
 
+from support.aot import Shape, decode_launch
 from support.attention_emulation import run
 from triton.experimental.gluon.language import PaddedSharedLayout
 
 from graphrt.backends.triton.kernels.common.blocks import words_a_block
-from graphrt.backends.triton.kernels.flash_attn import decode_layouts
+from graphrt.backends.triton.kernels.flash_attn import decode_configs, decode_layouts
+from graphrt.dtypes import dtype
 from graphrt.ops.cases.flash_attn import BASE
 from graphrt.ops.cases.flash_attn_axes import as_case
+from graphrt.ops.view import view
+from graphrt.tensor import Tensor
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
@@ -35,6 +38,22 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "rows at every word of a unit": (3, {"heads": (8, 4), "types": ("q8_0", "q4_0")}),
     "hidden keys": (5, {"d": (128, 128), "n_kv": 300, "mask": "random", "types": ("q4_0", "q4_0")}),
     "more than 8 rows of queries": (5, {"d": (128, 128), "heads": (8, 2), "n_q": 3, "n_kv": 200}),
+    "keys side by side": (5, {"d": (128, 128), "layout": "plain", "n_kv": 200}),
+    "keys side by side, some of them hidden": (
+        5,
+        {"d": (128, 128), "layout": "plain", "n_kv": 300, "mask": "random", "spoil": "nan"},
+    ),
+    "keys side by side, of the other kinds": (
+        3,
+        {"d": (128, 128), "layout": "plain", "n_kv": 328, "n_seq": 2, "types": ("q4_0", "q8_0")},
+    ),
+    "keys side by side, smaller heads": (3, {"layout": "plain", "n_kv": 264, "types": ("q8_0", "q4_0")}),
+    "keys side by side, more than 8 rows of queries": (
+        5,
+        {"d": (128, 128), "layout": "plain", "heads": (8, 2), "n_q": 3, "n_kv": 200},
+    ),
+    "heads that begin anywhere": (5, {"d": (128, 128), "layout": "plain", "n_kv": 201}),
+    "queries that add up to much": (5, {"d": (128, 128), "layout": "plain", "n_kv": 130, "values": "raised"}),
     "blocks beside f16": (3, {"heads": (6, 2), "n_kv": 213, "n_seq": 2, "types": ("q8_0", "f16")}),
     "8-bit floats": (3, {"d": (128, 128), "n_kv": 213, "types": ("f8_e4m3", "f8_e4m3")}),
     "a soft cap, and sinks": (3, {"d": (128, 128), "n_kv": 130, "softcap": 9.0, "sinks": "near"}),
@@ -70,16 +89,48 @@ def test_layouts_say_where_words_of_blocks_lie(kind: str, d: int, stride: int) -
 
     j, blocks, keys = words_a_block(kind), d // 32, 16
     pitch = blocks * j + (4 if stride == 4 else blocks // 2)
-    values = decode_layouts.values_shared(d, keys, 2, kind, stride)
-    heads = decode_layouts.heads_shared(d, keys, 2, kind, stride)
-    assert isinstance(values, PaddedSharedLayout) and isinstance(heads, PaddedSharedLayout)
-    at, of_heads = places_of(values), places_of(heads)[..., 0]
-    for way, key, b, i in [(0, 0, 0, 0), (0, 3, 1, j - 1), (1, 15, blocks - 1, 1), (1, 7, blocks // 2, 2)]:
-        row = (way * keys + key) * pitch
-        first = b * (2 * j + 1)  # halfwords
-        assert at[way, key, b, i] + 1 == row + (first + 1) // 2 + i + (0 if b % 2 else 1)
-        assert of_heads[way, key, b] == row + first // 2
+    assert pitch == decode_layouts.row_pitch(d, kind, stride)
+    for is_v, step in ((False, 1), (True, 2)):
+        values = decode_layouts.words_shared_from(d, keys, 2, kind, stride, is_v)
+        heads = decode_layouts.heads_shared_from(d, keys, 2, kind, stride, is_v)
+        assert isinstance(values, PaddedSharedLayout) and isinstance(heads, PaddedSharedLayout)
+        at, of_heads = places_of(values), places_of(heads)[..., 0]
+        for way, i in [(0, 0), (0, 3), (1, 15 // step), (1, 7)]:
+            row = (way * keys + i * step) * pitch
+            assert at[way, i, : blocks * j].tolist() == list(range(row, row + blocks * j))
+            for key in range(step):
+                first = [b * (2 * j + 1) for b in range(blocks)]  # halfwords
+                assert of_heads[way, i, key].tolist() == [row + key * pitch + n // 2 for n in first]
     units = decode_layouts.row_units(d, kind, stride)
     assert sum(units) * (4 if stride == 4 else 1) == pitch
-    whole = torch.arange(int(at.max()) + 2)
-    assert len(np.unique(at)) == at.size and len(whole) <= 2 * keys * pitch
+
+
+#: What is special: (the shape, whether copies are of runs, which loop).
+FORMS = {
+    "keys side by side": (Shape((128, 128), 1, ("q8_0", "q8_0"), runs=True), True, "codes"),
+    "keys side by side, of q4_0": (Shape((128, 128), 1, ("q4_0", "q4_0"), runs=True), True, "codes"),
+    "a key's heads side by side": (Shape((128, 128), 1, ("q8_0", "q8_0")), False, "codes"),
+    "a key's heads side by side, of q4_0": (Shape((128, 128), 1, ("q4_0", "q4_0")), False, "codes"),
+    "smaller heads": (Shape((64, 64), 1, ("q8_0", "q8_0")), False, "values"),
+    "K of 8-bit floats": (Shape((128, 128), 1, ("f8_e4m3", "q8_0")), False, "values"),
+    "heads that begin anywhere": (Shape((128, 128), 1, ("q8_0", "q8_0"), n_kv=511, runs=True), False, "codes"),
+    "keys of whole units": (Shape((256, 256), 1, ("q8_0", "q8_0"), runs=True), False, "values"),
+    "blocks beside f16": (Shape((128, 128), 1, ("q8_0", "f16"), runs=True), False, ""),
+    "more than 8 rows of queries": (Shape((128, 128), 3, ("q8_0", "q8_0"), runs=True), True, ""),
+}
+
+
+@pytest.mark.parametrize("what", FORMS)
+def test_which_copies_and_which_loop(what: str) -> None:
+    shape, in_runs, loop = FORMS[what]
+    found = decode_launch("sm_90", shape).args
+    assert (found["IN_RUNS"], found["THIN"]) == (in_runs, loop)
+
+
+@pytest.mark.parametrize("row", [128, 192])
+def test_keys_with_gaps_between_them_are_no_run(row: int) -> None:
+    whole = Tensor(dtype("q8_0"), (row, 512, 2))
+    k = view(whole, (128, 512, 2), whole.nb[1:])
+    side = SimpleNamespace(kind="q8_0", d=128)
+    p = SimpleNamespace(k=side, v=side, k_t=k, v_t=k, place=lambda t: (None, t.view_offs))
+    assert decode_configs.in_runs(p) == (row == 128)

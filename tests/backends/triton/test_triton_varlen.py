@@ -28,6 +28,7 @@ import triton
 import triton.language as tl
 from support import aot_varlen, varlen_emulation
 
+from graphrt.backends.triton.kernels.flash_attn.decode_configs import CONFIGS
 from graphrt.backends.triton.kernels.flash_attn.facts import attention_facts
 from graphrt.backends.triton.kernels.flash_attn.fusions import Attention
 from graphrt.backends.triton.kernels.flash_attn.launcher import Launcher
@@ -347,6 +348,14 @@ def test_tiles_of_about_one_length(d: tuple[int, int], kernel: str) -> None:
     chosen, _, found, expected = varlen_emulation.run(case, 9)
     assert chosen.kernel == kernel
     np.testing.assert_allclose(found, expected, atol=2e-3)
+
+
+def test_pages_of_blocks_have_their_own_loop_s_configuration() -> None:
+    """The kernel has no decode_thin.py, whose rows say other numbers of keys and warps."""
+    found = aot_varlen.launches("sm_90", aot_varlen.Shape((128, 128), 16, "q8_0"))
+    launch = next(step for step in found if step.name == "flash_attn_varlen_decode")
+    wanted = CONFIGS[128, "q8_0"]
+    assert (launch.args["BLOCK_N"], launch.options["num_warps"]) == (wanted.block_n, wanted.warps)
 
 
 def test_what_is_said_of_a_choice() -> None:

@@ -7,10 +7,13 @@ units, lists of k-blocks, slots of scratch and fixup.py; only how the work insid
 - Each warp has its own keys of a k-block ("way") with sums of its own; the ways meet once, at the end of a segment.
   Where such sums leave a warp no registers (f16 and bf16 heads of 256) the warps own columns of the result instead:
   keys are shared out for Q K^T only, and every k-block's maxima and weights pass through shared memory.
-- Quantized rows are copied as they are, in units of 16 bytes where keys are so far apart, else of words, and read from
-  shared memory by words, straight into the registers where the matrix units want the dequantized values: which element
+- Quantized rows are copied as they are: where a head's keys lie side by side, a k-block as one run of memory by 16
+  bytes; else row by row, in units of 16 bytes where keys are so far apart, else of words. They are read from shared
+  memory by words, straight into the registers where the matrix units want the dequantized values: which element
   of a row a slot of an operand holds is free as long as Q (for K) or the result (for V) follows the same order, and the
   orders here are made so that no value changes its lane.
+- Up to 8 query rows over quantized rows have a loop of their own (decode_thin.py), which may multiply K's codes and
+  scale the scores (decode_codes.py).
 
 Of a pair of q8_0 or q4_0 blocks (2 * J + 1 words, J = 8 or 4) these words are read: 1 .. 2J, the values, as
 [NB = D / 32 blocks, J]; and words 0 and J, the "heads", as [NB]. A row may begin within a unit, and has a unit more
@@ -108,7 +111,7 @@ def flash_attn_decode(
     BLOCK_N: gl.constexpr, SOFTCAP: gl.constexpr, HAS_MASK: gl.constexpr, PACK: gl.constexpr, PER_HEAD: gl.constexpr,
     RANGES: gl.constexpr, UNIFORM: gl.constexpr, PDL: gl.constexpr, STAGES: gl.constexpr,
     JOIN: gl.constexpr, JOIN_PARTS: gl.constexpr, PLAN_EARLY: gl.constexpr, COLUMNS: gl.constexpr,
-    THIN: gl.constexpr,
+    THIN: gl.constexpr, IN_RUNS: gl.constexpr,
 ):  # fmt: skip
     """Arguments are those of forward.py's flash_attn with one query tile a KV head.
 
@@ -122,15 +125,16 @@ def flash_attn_decode(
     PLAN_EARLY: the mask's plan is older than the launch before this one. Kernels let their successors start only after
     a gdc_wait of their own, so that when this one starts, all launches but the one before it are complete.
 
-    COLUMNS: the warps own columns of the result and not keys; K and V are f16 or bf16. THIN: at most 8 query rows, K
-    and V of blocks or floats of 8 bits: decode_thin.py's loop.
+    COLUMNS: the warps own columns of the result and not keys; K and V are f16 or bf16. THIN: of at most 8 query
+    rows, K and V of blocks or floats of 8 bits: decode_thin.py's loop, which multiplies K's "values" or "codes"; else
+    "". IN_RUNS: K and V are of blocks and each head's keys lie side by side, see decode_configs.in_runs.
     """
     decode_range(
         p_q, p_k, p_v, p_mask, p_sinks, p_slopes, p_out, p_lse, p_counts, p_blocks, p_seen, p_runs,
         p_unit_start, p_part, p_counter, sq_t, sq_h, sq_s, sk_h, sk_s, sv_h, sv_s, sm_t, sm_h, sm_s, n_q, n_kv,
         n_head, n_groups, n_blocks, n_tiles, m2, m3, mask_groups, programs, splits, sign, factor, softcap,
         has_sinks, has_lse, sk_n, sv_n, D, K_KIND, V_KIND, BLOCK_N, SOFTCAP, HAS_MASK, PACK, PER_HEAD, RANGES,
-        UNIFORM, PDL, STAGES, JOIN, JOIN_PARTS, PLAN_EARLY, COLUMNS, THIN, (), "", 0,
+        UNIFORM, PDL, STAGES, JOIN, JOIN_PARTS, PLAN_EARLY, COLUMNS, THIN, IN_RUNS, (), "", 0,
     )  # fmt: skip
 
 
@@ -177,7 +181,7 @@ def flash_attn_decode_append(
         p_unit_start, p_part, p_counter, sq_t, sq_h, sq_s, sk_h, sk_s, sv_h, sv_s, sm_t, sm_h, sm_s, n_q, n_kv,
         n_head, n_groups, n_blocks, n_tiles, m2, m3, mask_groups, programs, splits, sign, factor, softcap,
         has_sinks, has_lse, sk_n, sv_n, D, K_KIND, V_KIND, BLOCK_N, SOFTCAP, HAS_MASK, PACK, PER_HEAD, RANGES,
-        UNIFORM, PDL, STAGES, JOIN, JOIN_PARTS, PLAN_EARLY, COLUMNS, False,
+        UNIFORM, PDL, STAGES, JOIN, JOIN_PARTS, PLAN_EARLY, COLUMNS, "", False,
         (p_k_new, p_v_new, p_ids, p_cos, p_sin, s_id, n_cells, kn_t, kn_h, vn_t), APPEND, N_DIMS,
     )  # fmt: skip
 
@@ -192,12 +196,15 @@ def decode_range(
     BLOCK_N: gl.constexpr, SOFTCAP: gl.constexpr, HAS_MASK: gl.constexpr, PACK: gl.constexpr, PER_HEAD: gl.constexpr,
     RANGES: gl.constexpr, UNIFORM: gl.constexpr, PDL: gl.constexpr, STAGES: gl.constexpr,
     JOIN: gl.constexpr, JOIN_PARTS: gl.constexpr, PLAN_EARLY: gl.constexpr, COLUMNS: gl.constexpr,
-    THIN: gl.constexpr, new, APPEND: gl.constexpr, N_DIMS: gl.constexpr,
+    THIN: gl.constexpr, IN_RUNS: gl.constexpr, new, APPEND: gl.constexpr, N_DIMS: gl.constexpr,
 ):  # fmt: skip
     """What a program of either kernel does. new: flash_attn_decode_append's rows, with APPEND."""
     W: gl.constexpr = gl.num_warps()
     NW: gl.constexpr = BLOCK_N // W
     SEES: gl.constexpr = "mask" if HAS_MASK else ""
+    # How full k-blocks are copied, and the first ones: by code that all take, unless that is much slower.
+    FULL: gl.constexpr = "run" if IN_RUNS else "whole"
+    FIRST: gl.constexpr = FULL if COLUMNS or IN_RUNS else "masked"
     # All that is read of a plan before the first copies is what list_blocks and sum_units made of it.
     WAIT_LATE: gl.constexpr = PLAN_EARLY or (UNIFORM and not HAS_MASK)
     gl.static_assert(NW % (8 if COLUMNS else 16) == 0 and (NW <= 32 or not HAS_MASK))
@@ -250,14 +257,14 @@ def decode_range(
             whole = finishes
             unit += programs
 
-        p_kh = p_k + i_seq.to(gl.int64) * sk_s + i_group.to(gl.int64) * sk_h
-        p_vh = p_v + i_seq.to(gl.int64) * sv_s + i_group.to(gl.int64) * sv_h
         p_list = p_blocks + i_mask.to(gl.int64) * n_blocks
         p_bits = p_seen + i_mask.to(gl.int64) * n_blocks * (BLOCK_N // 32)
-        ring_k = allocate(STAGES, NW, D, K_KIND, False, sk_n, i_seq.to(gl.int64) * sk_s + i_group.to(gl.int64) * sk_h)
-        ring_v = allocate(STAGES, NW, D, V_KIND, True, sv_n, i_seq.to(gl.int64) * sv_s + i_group.to(gl.int64) * sv_h)
+        k_first = i_seq.to(gl.int64) * sk_s + i_group.to(gl.int64) * sk_h
+        v_first = i_seq.to(gl.int64) * sv_s + i_group.to(gl.int64) * sv_h
+        ring_k = allocate(STAGES, NW, D, K_KIND, False, sk_n, k_first)
+        ring_v = allocate(STAGES, NW, D, V_KIND, True, sv_n, v_first)
         # What goes together: K and V, the list of k-blocks, Q, the mask.
-        caches = (ring_k, ring_v, p_kh, p_vh, p_bits, n_kv)
+        caches = (ring_k, ring_v, p_k + k_first, p_v + v_first, p_bits, n_kv)
         visits = (p_list, run_first, run, n_full, high)
         queries = (p_q + i_seq.to(gl.int64) * sq_s, sq_t, sq_h, 0, n_q, sign)
         mask = (p_mask, p_slopes, sm_t, sm_h, sm_s, m2, m3)
@@ -271,7 +278,7 @@ def decode_range(
         if APPEND == "" or not PLAN_EARLY:
             for i in range(STAGES):
                 copy_block(
-                    caches, visits, low + i, i, sk_n, sv_n, NW, D, K_KIND, V_KIND, BLOCK_N, SEES, 0, PDL, COLUMNS
+                    caches, visits, low + i, i, sk_n, sv_n, NW, D, K_KIND, V_KIND, BLOCK_N, SEES, 0, PDL, FIRST
                 )  # fmt: skip
 
         if COLUMNS:
@@ -281,15 +288,15 @@ def decode_range(
             )  # fmt: skip
             LAYOUT: gl.constexpr = column_mma_layout(W)
         else:
-            if THIN:
+            if THIN != "":
                 m, l, acc = thin_sums(
                     queries, mask, caches, visits, low, i_seq, i_group, factor, softcap, sk_n, sv_n, D, K_KIND, V_KIND,
-                    BLOCK_N, SOFTCAP, SEES, 0, PACK, PER_HEAD, PDL, STAGES,
+                    BLOCK_N, SOFTCAP, SEES, 0, PACK, PER_HEAD, PDL, STAGES, FULL, THIN == "codes",
                 )  # fmt: skip
             else:
                 m, l, acc = way_sums(
                     queries, mask, caches, visits, low, i_seq, i_group, factor, softcap, sk_n, sv_n, D, K_KIND, V_KIND,
-                    BLOCK_N, SOFTCAP, SEES, 0, PACK, PER_HEAD, PDL, STAGES, new, APPEND, N_DIMS,
+                    BLOCK_N, SOFTCAP, SEES, 0, PACK, PER_HEAD, PDL, STAGES, FULL, new, APPEND, N_DIMS,
                 )  # fmt: skip
             m, l, acc = joined_ways(m, l, acc, D, V_KIND)
             LAYOUT: gl.constexpr = gl.SliceLayout(0, join_layout(D, W, m.shape[0]))
@@ -306,8 +313,8 @@ def way_sums(
     queries, mask, caches, visits, low, i_seq, i_group, factor, softcap,
     sk_n: gl.constexpr, sv_n: gl.constexpr, D: gl.constexpr, K_KIND: gl.constexpr, V_KIND: gl.constexpr,
     BLOCK_N: gl.constexpr, SOFTCAP: gl.constexpr, SEES: gl.constexpr, PAGE: gl.constexpr, PACK: gl.constexpr,
-    PER_HEAD: gl.constexpr, PDL: gl.constexpr, STAGES: gl.constexpr, new, APPEND: gl.constexpr,
-    N_DIMS: gl.constexpr,
+    PER_HEAD: gl.constexpr, PDL: gl.constexpr, STAGES: gl.constexpr, FULL: gl.constexpr, new,
+    APPEND: gl.constexpr, N_DIMS: gl.constexpr,
 ):  # fmt: skip
     """(m, l, acc) of a segment, k-blocks low .. high - 1 of the list, of which copies of the first STAGES have started.
 
@@ -363,7 +370,7 @@ def way_sums(
             at = gl.where(has_row(row, visits, i + STAGES, SEES), i + STAGES, at)
         acc = mma_v2(p, load_v(ring_v, buffer, NW, D, V_KIND, sv_n), acc)
         copy_block(
-            caches, visits, i + STAGES, buffer, sk_n, sv_n, NW, D, K_KIND, V_KIND, BLOCK_N, SEES, PAGE, PDL, True
+            caches, visits, i + STAGES, buffer, sk_n, sv_n, NW, D, K_KIND, V_KIND, BLOCK_N, SEES, PAGE, PDL, FULL
         )  # fmt: skip
         buffer = gl.where(buffer == STAGES - 1, 0, buffer + 1)
 
@@ -424,7 +431,7 @@ def column_sums(
         async_copy.wait_group(2 * STAGES - 2)
         acc = mma_v2(p, block_rows(ring_v, buffer, BLOCK_N, D).load(gl.DotOperandLayout(1, MMA, 2)), acc)
         copy_block(
-            caches, visits, i + STAGES, buffer, sk_n, sv_n, NW, D, K_KIND, V_KIND, BLOCK_N, SEES, PAGE, PDL, True
+            caches, visits, i + STAGES, buffer, sk_n, sv_n, NW, D, K_KIND, V_KIND, BLOCK_N, SEES, PAGE, PDL, "whole"
         )  # fmt: skip
         buffer = gl.where(buffer == STAGES - 1, 0, buffer + 1)
 

@@ -15,13 +15,15 @@ from graphrt.dtypes import FLOATS8
 @dataclass(frozen=True)
 class Config:
     """block_n: keys a k-block; warps: ways; stages: k-blocks in flight; per_sm: programs that a
-    multiprocessor of Hopper's holds, see programs_held; registers: the most that a thread may have, 0: no bound."""
+    multiprocessor of Hopper's holds, see programs_held; registers: the most that a thread may have, 0: no bound;
+    codes: tiles of at most 8 rows multiply K's codes without their scales (decode_codes.py)."""
 
     block_n: int
     warps: int
     stages: int
     per_sm: int
     registers: int = 0
+    codes: bool = False
 
     @property
     def block_m(self) -> int:
@@ -50,10 +52,16 @@ MANY_TILES: dict[tuple[int, str], Config] = {(128, "half"): Config(128, 4, 1, 3)
 #: By head size, of K and V that are both f16 or bf16: heads whose columns are shared out among the warps.
 COLUMNS: dict[int, Config] = {256: Config(32, 4, 6, 1)}
 #: By head size and kind, of K and V that have none of f16 and bf16: decode_thin.py's. More warps hide what unpacking
-#: waits for, so registers are bounded. (q8_0 gains nothing by more warps: BENCHMARKS.md, "What bounds q8_0 and q4_0".)
+#: waits for, so registers are bounded. Measured on an H200: BENCHMARKS.md, "What bounds q8_0 and q4_0".
 THIN: dict[tuple[int, str], Config] = {
     (128, "f8"): Config(64, 4, 3, 3, 168),
-    (128, "q4_0"): Config(64, 4, 3, 3, 168),
+    (128, "q8_0"): Config(64, 4, 3, 3, 168, codes=True),
+    (128, "q4_0"): Config(64, 4, 3, 3, 168, codes=True),
+}
+#: The same where keys lie in runs, see in_runs: their copies take few instructions, and fewer warps do.
+IN_RUNS: dict[tuple[int, str], Config] = {
+    (128, "q8_0"): Config(64, 4, 3, 2, codes=True),
+    (128, "q4_0"): Config(128, 4, 2, 2, codes=True),
 }
 KINDS = ("f16", "bf16", *FLOATS8, "q8_0", "q4_0")
 
@@ -68,18 +76,40 @@ def is_thin(rows: int, k_kind: str, v_kind: str) -> bool:
     return rows <= THIN_ROWS.value and not {k_kind, v_kind} & {"f16", "bf16"}
 
 
+def thin_form(rows: int, k_kind: str, v_kind: str, config: Config) -> str:
+    """What a tile's loop is called by flash_attn_decode's THIN."""
+    if not is_thin(rows, k_kind, v_kind):
+        return ""
+    return "codes" if config.codes and k_kind in ("q8_0", "q4_0") else "values"
+
+
 def find_decode_config(
-    d: int, k_kind: str, v_kind: str, tiles_a_multiprocessor: int = 1, rows: int = 16
+    d: int, k_kind: str, v_kind: str, tiles_a_multiprocessor: int = 1, rows: int = 16, runs: bool = False
 ) -> Config:  # fmt: skip
-    """The configuration for a head size and the types of K and V. rows: query rows of a tile."""
+    """The configuration for a head size and the types of K and V. rows: query rows of a tile; runs: in_runs's."""
     if owns_columns(d, k_kind, v_kind):
         return COLUMNS[d]
     kinds = ("half" if k in ("f16", "bf16") else "f8" if k in FLOATS8 else k for k in (k_kind, v_kind))
     key = d, min(kinds, key=("half", "f8", "q8_0", "q4_0").index)
-    if is_thin(rows, k_kind, v_kind) and key in THIN:
-        return THIN[key]
+    if is_thin(rows, k_kind, v_kind):
+        for table in (IN_RUNS, THIN) if runs else (THIN,):
+            if key in table:
+                return table[key]
     many = MANY_TILES.get(key)
     return many if many is not None and tiles_a_multiprocessor >= many.per_sm else CONFIGS[key]
+
+
+def in_runs(p: Any) -> bool:
+    """Whether K and V of a problem (problem.py's Problem) are of blocks, and a head's keys lie side by side in memory,
+    from a unit of 16 bytes on: what a k-block has of them is then one run, which copies of 16 bytes take as it is. (Of
+    keys that are whole 16 bytes apart they do so anyway.)"""
+    return all(
+        x.kind in ("q8_0", "q4_0")
+        and t.nb[1] == t.dtype.row_size(x.d)
+        and t.nb[1] % 16
+        and not any(n % 16 for n in (*t.nb[2:], p.place(t)[1]))
+        for x, t in ((p.k, p.k_t), (p.v, p.v_t))
+    )
 
 
 def shared_bytes(d: int, k_kind: str, v_kind: str, config: Config) -> int:
@@ -111,12 +141,14 @@ def with_words(args: dict[str, Any]) -> dict[str, Any]:
     return words
 
 
-def config_for(p: Any, rows: int, tiles_a_multiprocessor: int, hopper: bool) -> Config | str:
+def config_for(
+    p: Any, rows: int, tiles_a_multiprocessor: int, hopper: bool, runs: bool = False, has_thin: bool = True
+) -> Config | str:
     """The configuration for a problem (problem.py's Problem), else a reason why this kernel does not serve it.
 
-    rows: query rows that share a KV head of a sequence; hopper: the GPU is an sm_90 or later. On others heads of 256
-    are the portable kernel's: there registers spill here, and nobody has measured whether it is the faster one all the
-    same, as it is on an H100.
+    rows: query rows that share a KV head of a sequence; runs: in_runs's; has_thin: the kernel has decode_thin.py's
+    loop; hopper: the GPU is an sm_90 or later. On others heads of 256 are the portable kernel's: there registers spill
+    here, and nobody has measured whether it is the faster one all the same, as it is on an H100.
     """
     k, v = p.k, p.v
     if p.out is None:
@@ -145,7 +177,8 @@ def config_for(p: Any, rows: int, tiles_a_multiprocessor: int, hopper: bool) -> 
             return f"keys of {x.kind} that are whole 16 bytes apart must begin so, in each sequence or page"
         if any(n % far for n in t.nb[2:]):
             return f"heads and sequences of {x.kind} must be whole {far} bytes apart"
-    config = find_decode_config(k.d, k.kind, v.kind, tiles_a_multiprocessor, rows)
+    of_loop = rows if has_thin else ROWS.value
+    config = find_decode_config(k.d, k.kind, v.kind, tiles_a_multiprocessor, of_loop, runs)
     if max(t.nb[1] for t in (p.k_t, p.v_t)) * config.block_n >= 2**31:
         return "a k-block's keys lie over more than 2 GiB"
     return config

@@ -13,10 +13,11 @@ from graphrt.backends.triton.kernels.flash_attn.decode import flash_attn_decode,
 from graphrt.backends.triton.kernels.flash_attn.decode_configs import (
     Config,
     config_for,
-    is_thin,
+    in_runs,
     owns_columns,
     programs_held,
     shared_bytes,
+    thin_form,
     with_words,
 )
 from graphrt.backends.triton.kernels.flash_attn.kernel import AttentionKernel, Scratch, warps_text
@@ -58,17 +59,18 @@ def arguments(
     counter: Any,
     join: tuple[int, int] = (0, 0),
     early: bool = False,
+    in_runs: bool = False,
 ) -> dict[str, Any]:
     """The portable kernel's arguments (portable.py) as this kernel takes them.
 
     runs: the mask's (mask.py); counter: int32 [tiles], zeros; join: join_of's; early: the mask's plan was made before
-    the launch that precedes this one.
+    the launch that precedes this one; in_runs: decode_configs.in_runs's.
     """
     known = {
         **with_words(main), "D": main["D_K"], "STAGES": config.stages, "p_runs": runs, "p_counter": counter,
         "JOIN": join[0], "JOIN_PARTS": join[1], "PLAN_EARLY": early and PLAN_EARLY,
         "COLUMNS": owns_columns(main["D_K"], main["K_KIND"], main["V_KIND"]),
-        "THIN": is_thin(main["n_q"] * main["PACK"], main["K_KIND"], main["V_KIND"]),
+        "THIN": thin_form(main["n_q"] * main["PACK"], main["K_KIND"], main["V_KIND"], config), "IN_RUNS": in_runs,
     }  # fmt: skip
     return {name: known[name] for name in flash_attn_decode.arg_names}
 
@@ -89,7 +91,7 @@ class Decode(AttentionKernel[Problem, MaskPlan]):
     def _found(self) -> Config | str:
         p = self.p
         tiles = p.n_seq * (p.n_head // p.gqa) // self.target.sm_count
-        return config_for(p, p.n_q * p.gqa, tiles, self.target.has_pdl)
+        return config_for(p, p.n_q * p.gqa, tiles, self.target.has_pdl, in_runs(self.p))
 
     def serves(self) -> str | None:
         if (reason := self.p.portable_only or why_not(self.p.params)) is not None:
@@ -120,12 +122,12 @@ class Decode(AttentionKernel[Problem, MaskPlan]):
         fewer = tuple({"STAGES": n} for n in range(self.config.stages - 1, 0, -1))
         runs = plan.runs if plan is not None else args["p_counts"]
         counters = scratch.counters(self.tiling.n_tiles)
-        known = arguments(args, self.config, runs, counters, self.join, plan_is_old)
+        known = arguments(args, self.config, runs, counters, self.join, plan_is_old, in_runs(self.p))
         options = launch_options(self.target, self.config.warps) | bounded(self.config)
         kernel = flash_attn_decode
         if self.appended is not None:
             kernel = flash_attn_decode_append
-            known = {name: value for name, value in known.items() if name != "THIN"} | self.appended
+            known = {name: value for name, value in known.items() if name not in ("THIN", "IN_RUNS")} | self.appended
         main = Launch(kernel, (args["programs"],), known, options, fewer)
         if not self.shares_out or self.join[0] > 0:
             return [main]

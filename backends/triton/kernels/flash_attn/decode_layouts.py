@@ -84,30 +84,69 @@ def _padded(pairs, shape):
 
 
 @gluon.constexpr_function
-def values_shared(D, NW, W, KIND, STRIDE):
-    """[W, NW, NB, J] of rows of blocks as they lie in memory, seen from the word behind a row's first: after each two
-    blocks' 2J words of values lies one with what is between them, and a row ends with its last unit."""
-    J, NB = words_a_block(KIND), D // 32
-    rest = 4 - NB // 2 if unit_words(STRIDE) == 4 else 0
-    return _padded([(2 * J, 1), (NB * J, rest)], (W, NW, NB, J))
+def row_pitch(D, KIND, STRIDE):
+    """Words from a row of blocks to the next in shared memory."""
+    return unit_words(STRIDE) * sum(row_units(D, KIND, STRIDE))
 
 
 @gluon.constexpr_function
-def heads_shared(D, NW, W, KIND, STRIDE):
-    """[W, NW, NB, 2] of the same rows, seen from a row's first word: elements 0 are the blocks' heads, J words apart
-    and of each second block one more. (What is between two elements is there so that 0 and 1 are not read at once.)"""
-    J, NB = words_a_block(KIND), D // 32
-    rest = 4 - NB // 2 if unit_words(STRIDE) == 4 else 0
-    return _padded([(1, 1), (2, J - 4), (4, 1), (2 * NB, rest)], (W, NW, NB, 2))
+def keys_a_step(IS_V):
+    """Of how many keys that lie one after the other a lane reads the first in a load: K's next key is the next lane's,
+    of V a lane has two."""
+    return 2 if IS_V else 1
 
 
 @gluon.constexpr_function
-def heads_layout(D, NW, W, KIND, IS_V):
-    """[W, NW, NB, 2] where each lane has the heads of its words, elements 0 and 1 in registers."""
-    words = value_words_layout(D, NW, W, KIND) if IS_V else key_words_layout(D, NW, W, KIND)
-    regs = [[0, 0, 0, 1]] + [[*b[:3], 0] for b in words.reg_bases if any(b[:3])]
-    lanes = [[*b[:3], 0] for b in words.lane_bases]
-    return gl.DistributedLinearLayout(regs, lanes, way_bases(W, 4), [], [W, NW, D // 32, 2])
+def piece_shape(IS_V):
+    """Keys and words of a piece, what one load of a warp reads: a word a lane."""
+    return (4, 8) if IS_V else (8, 4)
+
+
+@gluon.constexpr_function
+def words_shared_from(D, NW, W, KIND, STRIDE, IS_V):
+    """[W, steps of keys, n] of rows of blocks as they lie in memory, seen from any of their words: the words behind it.
+    (Powers of two of them, as far as a step's rows reach; what a piece has is the beginning.)"""
+    step, words = keys_a_step(IS_V), D // 32 * words_a_block(KIND)
+    return _padded([(step * words, step * (row_pitch(D, KIND, STRIDE) - words))], (W, NW // step, step * words))
+
+
+@gluon.constexpr_function
+def heads_shared_from(D, NW, W, KIND, STRIDE, IS_V):
+    """[W, steps of keys, keys of a step, NB, 2] of the same rows, seen from a block's head: elements 0 are the heads of
+    it and of those behind it, J words apart and of each second block one more. (What is between two elements is there
+    so that 0 and 1 are not read at once.)"""
+    J, NB, step = words_a_block(KIND), D // 32, keys_a_step(IS_V)
+    rest = row_pitch(D, KIND, STRIDE) - NB * J - NB // 2
+    return _padded([(1, 1), (2, J - 4), (4, 1), (2 * NB, rest)], (W, NW // step, step, NB, 2))
+
+
+@gluon.constexpr_function
+def words_piece_layout(W, IS_V):
+    """[W, keys, words] of a piece: lane 4g + t has word t of key g; of V word g of key t."""
+    keys, words = piece_shape(IS_V)
+    of_keys = [key_basis(i, 3) for i in range(log2(keys))]
+    of_words = [[0, 0, 1 << i] for i in range(log2(words))]
+    lanes = of_keys + of_words if IS_V else of_words + of_keys
+    return gl.DistributedLinearLayout([], lanes, way_bases(W, 3), [], [W, keys, words])
+
+
+@gluon.constexpr_function
+def blocks_a_piece(KIND, IS_V):
+    return max(1, piece_shape(IS_V)[1] // words_a_block(KIND))
+
+
+@gluon.constexpr_function
+def heads_piece_layout(W, KIND, IS_V):
+    """[W, keys, 1, blocks, 2] of a piece's heads, each lane with its word's, elements 0 and 1 in registers."""
+    keys, words = piece_shape(IS_V)
+    blocks = blocks_a_piece(KIND, IS_V)
+    of_keys = [key_basis(i, 5) for i in range(log2(keys))]
+    of_blocks = [[0, 0, 0, 1 << i, 0] for i in range(log2(blocks))]
+    of_words = [[0] * 5] * (log2(words) - len(of_blocks)) + of_blocks
+    lanes = of_keys + of_words if IS_V else of_words + of_keys
+    return gl.DistributedLinearLayout(
+        [[0, 0, 0, 0, 1]], lanes, way_bases(W, 5), [], [W, keys, 1, blocks, 2]
+    )  # fmt: skip
 
 
 @gluon.constexpr_function

@@ -11,25 +11,30 @@ from graphrt.backends.triton.kernels.common.blocks import words_a_block
 from graphrt.backends.triton.kernels.common.float8 import has_one_nan, is_float8
 from graphrt.backends.triton.kernels.common.gluon_layouts import axis_index, axis_layout
 from graphrt.backends.triton.kernels.flash_attn.decode_layouts import (
+    blocks_a_piece,
     chunk_bits,
     dot_dtype,
     flat_shared,
     half_copy_layout,
     has_bytes,
-    heads_layout,
-    heads_shared,
+    heads_piece_layout,
+    heads_shared_from,
     is_half,
     key_words_layout,
+    keys_a_step,
     mma_layout,
+    piece_shape,
     query_layout,
+    row_pitch,
     row_units,
     slot_elements,
     unit_copy_layout,
     unit_words,
     value_words_layout,
-    values_shared,
     wide_copy_layout,
+    words_piece_layout,
     words_shared,
+    words_shared_from,
 )
 from graphrt.backends.triton.kernels.flash_attn.gluon_visits import key_offsets
 
@@ -69,8 +74,8 @@ def copy_tile(
     """Starts the copies of a k-block's rows of K or V into buffer `slot` of the ring.
 
     p: the first, or of pages of PAGE keys the cache, see gluon_visits.key_offsets; PAGE 0: they are STRIDE apart.
-    MASKED: rows from `left` on are not read and become 0, nor are those that `hidden` names: HIDES "bits", those whose
-    bit is 0 (see seen_bits); "first", those before it; "", none.
+    MASKED: rows from `left` on are not read and become 0, nor are those that `hidden` names: HIDES "bits",
+    those whose bit is 0 (see seen_bits); "first", those before it; "", none.
     """
     W: gl.constexpr = gl.num_warps()
     tiles, shift = ring
@@ -109,6 +114,23 @@ def copy_tile(
         UNITS: gl.constexpr = row_units(D, KIND, STRIDE)
         copy_units(ring, p, left, hidden, pages, STRIDE, NW, MASKED, HIDES, PAGE, slot, UNITS, 0)
         copy_units(ring, p, left, hidden, pages, STRIDE, NW, MASKED, HIDES, PAGE, slot, UNITS, 1)
+
+
+@gluon.jit
+def copy_run(
+    ring, p, NW: gl.constexpr, D: gl.constexpr, KIND: gl.constexpr, PART: gl.constexpr, slot,
+):  # fmt: skip
+    """Starts the copies of a whole k-block whose rows lie side by side and begin on a unit: one run of memory, by 16
+    bytes, which so lies in shared memory as copies of single words would have put it. In two parts, as copy_units."""
+    words, _ = ring
+    N: gl.constexpr = NW * gl.num_warps()
+    WORDS: gl.constexpr = row_units(D, KIND, 1)
+    FIRST: gl.constexpr = PART * WORDS[0]
+    UNITS: gl.constexpr = N * WORDS[PART] // 4
+    L: gl.constexpr = unit_copy_layout(4, gl.num_warps())
+    at = axis_index(L, 2, 0, UNITS) * 4 + axis_index(L, 2, 1, 4) + N * FIRST
+    target = words.index(slot * (WORDS[0] + WORDS[1]) + FIRST)._reinterpret(gl.int32, [UNITS, 4], flat_shared(2))
+    async_copy.async_copy_global_to_shared(target, p + at)
 
 
 @gluon.jit
@@ -182,14 +204,15 @@ def seen_bits(p_bits, partial, NW: gl.constexpr):
 @gluon.jit
 def load_q(
     p_q, p_row, m_row, sign, D: gl.constexpr, KIND: gl.constexpr, DOT: gl.constexpr, THIN: gl.constexpr,
+    FIRST: gl.constexpr = 0,
 ):  # fmt: skip
     """Q in the order of K's slots as the first operand: [W, 16, D]; THIN: of 8 rows as the second one, [W, D, 8].
 
-    p_row: int64 offsets [1, rows, 1]."""
+    p_row: int64 offsets [1, rows, 1]. FIRST: the first of D slots that are wanted."""
     W: gl.constexpr = gl.num_warps()
     R: gl.constexpr = 8 if THIN else 16
     L: gl.constexpr = query_layout(D, W, KIND, R)
-    column = slot_elements(axis_index(L, 3, 2, D), KIND) + axis_index(L, 3, 0, W) * 0
+    column = slot_elements(FIRST + axis_index(L, 3, 2, D), KIND) + axis_index(L, 3, 0, W) * 0
     q = gl.load(p_q + p_row + column, mask=m_row & (column >= 0), other=0.0)
     q = (q * sign).to(DOT)
     if is_half(KIND):
@@ -212,27 +235,96 @@ def load_q(
 @gluon.jit
 def load_rows_of_blocks(ring, slot, NW: gl.constexpr, D: gl.constexpr, KIND: gl.constexpr, STRIDE: gl.constexpr,
                         IS_V: gl.constexpr, LAYOUT: gl.constexpr):  # fmt: skip
-    """(words [W, NW, NB, J] in LAYOUT, heads [W, NW, NB] in a slice of it) of a buffer."""
+    """(words [W, NW, NB, J] in LAYOUT, heads [W, NW, NB] in a slice of it) of a buffer.
+
+    Read by pieces, each from a place of its own that is the same in all lanes: then a lane computes one address, and
+    pieces are constants away from it. (Of one load of everything it computes an address for each register.)
+    """
     W: gl.constexpr = gl.num_warps()
     J: gl.constexpr = words_a_block(KIND)
     NB: gl.constexpr = D // 32
     UNITS: gl.constexpr = row_units(D, KIND, STRIDE)
-    UNIT: gl.constexpr = unit_words(STRIDE)
+    WORDS: gl.constexpr = W * NW * NB * J  # fewer than there are
+    PIECE: gl.constexpr = piece_shape(IS_V)
+    STEP: gl.constexpr = keys_a_step(IS_V)
+    GROUPS: gl.constexpr = NW // (PIECE[0] * STEP)
+    ACROSS: gl.constexpr = NB * J // PIECE[1]
+    BLOCKS: gl.constexpr = blocks_a_piece(KIND, IS_V)
+    PITCH: gl.constexpr = row_pitch(D, KIND, STRIDE)
     tiles, shift = ring
-    row = tiles.index(slot * (UNITS[0] + UNITS[1]))._reinterpret(gl.int32, [W * NW * UNIT, 1], flat_shared(1))
-    SHARED: gl.constexpr = values_shared(D, NW, W, KIND, STRIDE)
-    words = row.index(shift + 1)._reinterpret(gl.int32, [W, NW, NB, J], SHARED).load(LAYOUT)
-    HEADS: gl.constexpr = heads_shared(D, NW, W, KIND, STRIDE)
-    heads = row.index(shift)._reinterpret(gl.int32, [W, NW, NB, 2], HEADS).load(heads_layout(D, NW, W, KIND, IS_V))
-    head, _ = gl.split(heads)
-    return words, gl.convert_layout(head, gl.SliceLayout(3, LAYOUT), assert_trivial=True)
+    rows = tiles.index(slot * (UNITS[0] + UNITS[1]))._reinterpret(gl.int32, [WORDS, 1], flat_shared(1))
+    words = ()
+    heads = ()
+    for group in gl.static_range(GROUPS):
+        for step in gl.static_range(STEP):
+            row = shift + (group * PIECE[0] * STEP + step) * PITCH
+            for i in gl.static_range(ACROSS):
+                # A word comes between each two blocks and the next two.
+                words = words + (  # noqa: RUF005
+                    load_words(rows, row + (1 + i * PIECE[1] + i * PIECE[1] // (2 * J)), NW, D, KIND, STRIDE, IS_V),
+                )
+            for i in gl.static_range(0, NB, BLOCKS):
+                heads = heads + (  # noqa: RUF005
+                    load_heads(rows, row + (i * J + i // 2), NW, D, KIND, STRIDE, IS_V),
+                )
+    # [W, keys, words, across, steps, groups]
+    x = stacked(words, 0, GROUPS * STEP * ACROSS)
+    x = gl.reshape(x, [W, PIECE[0], PIECE[1], GROUPS, STEP, ACROSS])
+    x = gl.reshape(gl.permute(x, (0, 3, 1, 4, 5, 2)), [W, NW, NB, J])
+    h = stacked(heads, 0, GROUPS * STEP * NB // BLOCKS)
+    h = gl.reshape(h, [W, PIECE[0], BLOCKS, GROUPS, STEP, NB // BLOCKS])
+    h = gl.reshape(gl.permute(h, (0, 3, 1, 4, 5, 2)), [W, NW, NB])
+    return (
+        gl.convert_layout(x, LAYOUT, assert_trivial=True),
+        gl.convert_layout(h, gl.SliceLayout(3, LAYOUT), assert_trivial=True),
+    )
+
+
+@gluon.jit
+def load_words(
+    rows, at, NW: gl.constexpr, D: gl.constexpr, KIND: gl.constexpr, STRIDE: gl.constexpr, IS_V: gl.constexpr
+):  # fmt: skip
+    """The words of a piece whose first one is the at-th: [W, keys, words]."""
+    W: gl.constexpr = gl.num_warps()
+    PIECE: gl.constexpr = piece_shape(IS_V)
+    SHARED: gl.constexpr = words_shared_from(D, NW, W, KIND, STRIDE, IS_V)
+    words = rows.index(at)._reinterpret(gl.int32, SHARED.shape, SHARED)
+    return words.slice(0, PIECE[0], dim=1).slice(0, PIECE[1], dim=2).load(words_piece_layout(W, IS_V))
+
+
+@gluon.jit
+def load_heads(
+    rows, at, NW: gl.constexpr, D: gl.constexpr, KIND: gl.constexpr, STRIDE: gl.constexpr, IS_V: gl.constexpr
+):  # fmt: skip
+    """The heads of a piece's blocks, the first of which is the at-th word: [W, keys, blocks]."""
+    W: gl.constexpr = gl.num_warps()
+    PIECE: gl.constexpr = piece_shape(IS_V)
+    BLOCKS: gl.constexpr = blocks_a_piece(KIND, IS_V)
+    SHARED: gl.constexpr = heads_shared_from(D, NW, W, KIND, STRIDE, IS_V)
+    heads = rows.index(at)._reinterpret(gl.int32, SHARED.shape, SHARED)
+    heads = heads.slice(0, PIECE[0], dim=1).slice(0, 1, dim=2).slice(0, BLOCKS, dim=3)
+    head, _ = gl.split(heads.load(heads_piece_layout(W, KIND, IS_V)))
+    return gl.reshape(head, [W, PIECE[0], BLOCKS])
+
+
+@gluon.jit
+def stacked(pieces, first: gl.constexpr, n: gl.constexpr):
+    """n tensors of a tuple, a power of two, from the first-th on, along a new last axis."""
+    if n == 1:
+        one = pieces[first]
+        return gl.reshape(one, [one.shape[0], one.shape[1], one.shape[2], 1])
+    else:
+        both = gl.join(stacked(pieces, first, n // 2), stacked(pieces, first + n // 2, n // 2))
+        both = gl.permute(both, (0, 1, 2, 4, 3))
+        return gl.reshape(both, [both.shape[0], both.shape[1], both.shape[2], n])
 
 
 @gluon.jit
 def whole_words(words, heads, LAYOUT: gl.constexpr, NB: gl.constexpr, J: gl.constexpr):
     """Words with an even block's first two values, from its head, in the place after its last ones."""
     turned = ((axis_index(LAYOUT, 4, 2, NB) & 1) == 0) & (axis_index(LAYOUT, 4, 3, J) == J - 1)
-    return gl.where(turned, (words & 0xFFFF) | (heads & -65536), words)
+    own = gl.where(turned, 0xFFFF, -1)  # bits; that none change in most registers, the compiler sees
+    return (words & own) | (heads & (own ^ -1))
 
 
 @gluon.jit

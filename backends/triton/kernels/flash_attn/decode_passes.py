@@ -183,7 +183,7 @@ def flash_attn_decode_passes(
         start_copies(caches, visits, low, sk_n, sv_n, NW, D, K_KIND, V_KIND, BLOCK_N, SEES, PDL, STAGES, False)
         m, l, acc = way_sums(
             queries, mask, caches, visits, low, i_seq, i_group, factor, softcap, sk_n, sv_n, D, K_KIND, V_KIND,
-            BLOCK_N, SOFTCAP, SEES, 0, PACK, PER_HEAD, PDL, STAGES, (), "", 0,
+            BLOCK_N, SOFTCAP, SEES, 0, PACK, PER_HEAD, PDL, STAGES, "whole", (), "", 0,
         )  # fmt: skip
         m, l, acc = joined_ways(m, l, acc, D, V_KIND)
         gl.store(p_top + pid * ROWS + axis_index(LAYOUT, 2, 0, ROWS), m)
@@ -280,7 +280,7 @@ def start_copies(
     else:
         for i in range(STAGES):
             copy_block(
-                caches, visits, low + i, i, sk_n, sv_n, NW, D, K_KIND, V_KIND, BLOCK_N, SEES, 0, PDL, True
+                caches, visits, low + i, i, sk_n, sv_n, NW, D, K_KIND, V_KIND, BLOCK_N, SEES, 0, PDL, "whole"
             )  # fmt: skip
 
 
@@ -397,7 +397,7 @@ def weighted_sums(
             async_copy.wait_group(2 * STAGES - 2)
             acc = mma_v2(p, load_v(ring_v, buffer, NW, D, V_KIND, sv_n), acc)
             copy_block(
-                caches, visits, i + STAGES, buffer, sk_n, sv_n, NW, D, K_KIND, V_KIND, BLOCK_N, SEES, 0, PDL, True
+                caches, visits, i + STAGES, buffer, sk_n, sv_n, NW, D, K_KIND, V_KIND, BLOCK_N, SEES, 0, PDL, "whole"
             )  # fmt: skip
             buffer = gl.where(buffer == STAGES - 1, 0, buffer + 1)
     return l, acc

@@ -8,7 +8,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from graphrt.backends.triton.kernels.common.constants import LOG2E, NEG_INF
 from graphrt.backends.triton.kernels.common.gluon_pdl import gdc_launch_dependents
-from graphrt.backends.triton.kernels.flash_attn.decode_operands import copy_tile, seen_bits
+from graphrt.backends.triton.kernels.flash_attn.decode_operands import copy_run, copy_tile, seen_bits
 from graphrt.backends.triton.kernels.flash_attn.gluon_visits import block_of_run, first_row, page_of
 
 
@@ -127,12 +127,13 @@ def query_rows(queries, row, i_group, PACK: gl.constexpr):
 def copy_block(
     caches, visits, i, buffer, sk_n: gl.constexpr, sv_n: gl.constexpr, NW: gl.constexpr, D: gl.constexpr,
     K_KIND: gl.constexpr, V_KIND: gl.constexpr, BLOCK_N: gl.constexpr, SEES: gl.constexpr, PAGE: gl.constexpr,
-    PDL: gl.constexpr, BOTH: gl.constexpr,
+    PDL: gl.constexpr, FULL: gl.constexpr,
 ):  # fmt: skip
     """Starts the copies of the i-th k-block of the list, as two groups: K, V. Empty ones if i is not below high.
 
     Of positions (see logits) i is the k-block itself; PAGE: keys of a page, 0 for keys that lie one after the other.
-    BOTH: full k-blocks have code of their own.
+    FULL: how full k-blocks are copied: "masked", as others; "whole", by code of their own; "run", see copy_run: then
+    K's group has V too.
     """
     ring_k, ring_v, p_kh, p_vh, where, n_kv = caches
     _, _, _, _, high = visits
@@ -170,8 +171,17 @@ def copy_block(
             full = i < n_full
             p_kb = p_kh + row * sk_n
             p_vb = p_vh + row * sv_n
+            if FULL == "run":  # said here of operations of this function: what is said of an argument is lost
+                p_kb = gl.multiple_of(p_kb, 16)
+                p_vb = gl.multiple_of(p_vb, 16)
         SMALL: gl.constexpr = PAGE if PAGE < BLOCK_N else 0
-        if BOTH and full:
+        if FULL == "run" and full:
+            # Triton has the warps meet between two copies to one ring: so once for both rings.
+            for part in gl.static_range(2):
+                copy_run(ring_k, p_kb, NW, D, K_KIND, part, buffer)
+                copy_run(ring_v, p_vb, NW, D, V_KIND, part, buffer)
+            async_copy.commit_group()
+        elif FULL == "whole" and full:
             copy_tile(ring_k, p_kb, left, hidden, k_pages, sk_n, NW, D, K_KIND, False, SKIP, SMALL, buffer)
             async_copy.commit_group()
             copy_tile(ring_v, p_vb, left, hidden, v_pages, sv_n, NW, D, V_KIND, False, SKIP, SMALL, buffer)

@@ -14,6 +14,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from graphrt.backends.triton.kernels.common.constants import NEG_INF
 from graphrt.backends.triton.kernels.common.gluon_layouts import axis_index
+from graphrt.backends.triton.kernels.flash_attn.decode_codes import code_queries, code_scores
 from graphrt.backends.triton.kernels.flash_attn.decode_layouts import THIN_ROWS, dot_dtype, mma_layout, query_layout
 from graphrt.backends.triton.kernels.flash_attn.decode_operands import load_k, load_q, load_v, slot_order
 from graphrt.backends.triton.kernels.flash_attn.decode_pieces import (
@@ -31,18 +32,27 @@ def thin_sums(
     queries, mask, caches, visits, low, i_seq, i_group, factor, softcap,
     sk_n: gl.constexpr, sv_n: gl.constexpr, D: gl.constexpr, K_KIND: gl.constexpr, V_KIND: gl.constexpr,
     BLOCK_N: gl.constexpr, SOFTCAP: gl.constexpr, SEES: gl.constexpr, PAGE: gl.constexpr, PACK: gl.constexpr,
-    PER_HEAD: gl.constexpr, PDL: gl.constexpr, STAGES: gl.constexpr,
+    PER_HEAD: gl.constexpr, PDL: gl.constexpr, STAGES: gl.constexpr, FULL: gl.constexpr,
+    CODES: gl.constexpr,
 ):  # fmt: skip
-    """(m, l, acc) of a segment as way_sums has them, of 8 rows: f32 [W, 8], [W, 8], [W, 8, D] in the order of slots."""
+    """(m, l, acc) of a segment as way_sums has them, of 8 rows: f32 [W, 8], [W, 8], [W, 8, D] in the order of slots.
+
+    CODES: K is of blocks, and its scores are decode_codes.py's.
+    """
     W: gl.constexpr = gl.num_warps()
     NW: gl.constexpr = BLOCK_N // W
     MMA: gl.constexpr = mma_layout(W)
+    # K and V of runs are waited for at once, as they are copied: the warps meet once less.
+    TOGETHER: gl.constexpr = FULL == "run"
     ring_k, ring_v, _, _, _, n_kv = caches
     p_q, _, _, row0, n_q, sign = queries
     _, _, _, _, high = visits
-    i_row_q = axis_index(query_layout(D, W, K_KIND, THIN_ROWS), 3, 1, THIN_ROWS)
-    token_q, p_row = query_rows(queries, i_row_q, i_group, PACK)
-    q = load_q(p_q, p_row, token_q < n_q, sign, D, K_KIND, dot_dtype(K_KIND), True)
+    if CODES:
+        q, starts = code_queries(queries, i_group, NW, D, K_KIND, PACK)
+    else:
+        i_row_q = axis_index(query_layout(D, W, K_KIND, THIN_ROWS), 3, 1, THIN_ROWS)
+        token_q, p_row = query_rows(queries, i_row_q, i_group, PACK)
+        q = load_q(p_q, p_row, token_q < n_q, sign, D, K_KIND, dot_dtype(K_KIND), True)
 
     i_row = row0 + axis_index(MMA, 3, 2, THIN_ROWS)
     token, slope, p_mask_rows = mask_rows(
@@ -57,8 +67,11 @@ def thin_sums(
         zero = gl.full([W, NW, THIN_ROWS], 0.0, gl.float32, layout=MMA)
         # Loaded before the wait for K, so that it takes no time of its own.
         bias = load_bias(zero, p_mask_rows, token < n_q, visits, i, i_key, n_kv, BLOCK_N, SEES)
-        async_copy.wait_group(2 * STAGES - 1)
-        s = mma_v2(load_k(ring_k, buffer, NW, D, K_KIND, sk_n, True), q, zero)
+        async_copy.wait_group(2 * STAGES - (2 if TOGETHER else 1))
+        if CODES:
+            s = code_scores(ring_k, buffer, q, starts, NW, D, K_KIND, sk_n)
+        else:
+            s = mma_v2(load_k(ring_k, buffer, NW, D, K_KIND, sk_n, True), q, zero)
         s = logits(
             s, bias, mask, p_mask_rows, slope, i, i_key, n_kv, factor, softcap, BLOCK_N, SOFTCAP, SEES
         )  # fmt: skip
@@ -67,10 +80,11 @@ def thin_sums(
         l = l * gl.expand_dims(shrink, 1) + lane_sums(p)
         acc = acc * gl.expand_dims(alpha, 1)
         p = gl.convert_layout(p.to(dot_dtype(V_KIND)), gl.DotOperandLayout(1, MMA, 2))
-        async_copy.wait_group(2 * STAGES - 2)
+        if not TOGETHER:
+            async_copy.wait_group(2 * STAGES - 2)
         acc = mma_v2(load_v(ring_v, buffer, NW, D, V_KIND, sv_n, True), p, acc)
         copy_block(
-            caches, visits, i + STAGES, buffer, sk_n, sv_n, NW, D, K_KIND, V_KIND, BLOCK_N, SEES, PAGE, PDL, True
+            caches, visits, i + STAGES, buffer, sk_n, sv_n, NW, D, K_KIND, V_KIND, BLOCK_N, SEES, PAGE, PDL, FULL
         )  # fmt: skip
         buffer = gl.where(buffer == STAGES - 1, 0, buffer + 1)
 

@@ -94,7 +94,8 @@ def flash_attn_varlen_decode(
         sight = (behind, p_slopes, window, first_key)
         for i in range(STAGES):
             copy_block(
-                caches, visits, low + i, i, sk_n, sv_n, NW, D, K_KIND, V_KIND, BLOCK_N, SEES, PAGE, PDL, COLUMNS
+                caches, visits, low + i, i, sk_n, sv_n, NW, D, K_KIND, V_KIND, BLOCK_N, SEES, PAGE, PDL,
+                "whole" if COLUMNS else "masked",
             )  # fmt: skip
         if COLUMNS:
             m, l, acc = column_sums(
@@ -105,7 +106,7 @@ def flash_attn_varlen_decode(
         else:
             m, l, acc = way_sums(
                 queries, sight, caches, visits, low, i_seq, i_group, factor, softcap, sk_n, sv_n, D, K_KIND, V_KIND,
-                BLOCK_N, SOFTCAP, SEES, PAGE, PACK, False, PDL, STAGES, (), "", 0,
+                BLOCK_N, SOFTCAP, SEES, PAGE, PACK, False, PDL, STAGES, "whole", (), "", 0,
             )  # fmt: skip
             m, l, acc = joined_ways(m, l, acc, D, V_KIND)
             LAYOUT: gl.constexpr = gl.SliceLayout(0, join_layout(D, W, ROWS))

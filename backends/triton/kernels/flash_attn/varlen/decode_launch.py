@@ -43,7 +43,7 @@ class VarlenDecode(VarlenKernel):
         p = self.p
         if not p.k.aligned or not p.v.aligned:
             return "quantized rows must be whole 4 bytes apart"
-        found = config_for(p, p.mean_queries * p.gqa, 1, self.target.has_pdl)
+        found = config_for(p, p.mean_queries * p.gqa, 1, self.target.has_pdl, has_thin=False)
         many = p.n_lists * (p.n_head // p.gqa) >= MANY * self.target.sm_count
         if isinstance(found, Config) and many and p.k.d == 128 and {p.k.kind, p.v.kind} <= {"f16", "bf16"}:
             return replace(found, stages=1, per_sm=2)
