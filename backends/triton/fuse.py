@@ -18,6 +18,7 @@ from graphrt.backends.triton.kernels.latent import HEAD_PRODUCTS, LATENT_ROPE_CA
 from graphrt.backends.triton.kernels.planned_norms import ADD_NORM, JOINED, NORM_MUL, NORM_MUL_ADD_NORM
 from graphrt.backends.triton.kernels.products.adapters import ADAPTERS
 from graphrt.backends.triton.kernels.products.lower import GATE_UP_GLU, MATMUL_ADD, OUT_PROD_ADD, PROJECTIONS
+from graphrt.backends.triton.kernels.products.rotated import ROTATED_PROJECTIONS
 from graphrt.backends.triton.kernels.products.trained import GRADIENT_OF_X, TRAINED_PRODUCTS
 from graphrt.backends.triton.kernels.rope import NORM_ROPE_CACHE, ROPE_CACHE, ROPE_CACHE_ATTENTION
 from graphrt.env import FUSE
@@ -51,7 +52,7 @@ FUSIONS: tuple[Fusion, ...] = (
     ADAMW_STEP,
 )
 #: Tried before those, where GRAPHRT_FUSE names them.
-ASKED_FOR: tuple[Fusion, ...] = (ROPE_CACHE_ATTENTION,)
+ASKED_FOR: tuple[Fusion, ...] = (ROPE_CACHE_ATTENTION, ROTATED_PROJECTIONS)
 
 
 def wanted_fusions(exact: bool) -> list[Fusion]:
