@@ -20,9 +20,10 @@ def rows_of_pair(pair, HALF: tl.constexpr, NEOX: tl.constexpr):
     heads of 2 * HALF rows: neighbours, or (NEOX) half a head apart."""
     second = tl.arange(0, 2)[None, None, :, None]
     if NEOX:
-        return pair // HALF * (2 * HALF) + pair % HALF + second * HALF
+        row = pair // HALF * (2 * HALF) + pair % HALF + second * HALF
     else:
-        return 2 * pair + second
+        row = 2 * pair + second
+    return tl.max_contiguous(row, (1, 1, 1, 1))  # hidden, or stores would have another layout than what they store
 
 
 @triton.jit
@@ -30,7 +31,9 @@ def angles(p_cos, p_sin, pair, token, HALF: tl.constexpr, G: tl.constexpr):
     """Cosine and sine of each pair and token, f32 [G, W, 1, N]: each lane of a row loads for itself."""
     W: tl.constexpr = pair.shape[1]
     N: tl.constexpr = token.shape[0]
-    at = tl.broadcast_to(token[None, None, None, :] * HALF + pair % HALF, (G, W, 1, N))
+    # That rows have neighbouring angles is hidden, or the loads would have another layout than what they multiply.
+    at = tl.max_contiguous(token[None, None, None, :] * HALF + pair % HALF, (1, 1, 1, 1))
+    at = tl.broadcast_to(at, (G, W, 1, N))
     return tl.load(p_cos + at), tl.load(p_sin + at)
 
 
@@ -63,7 +66,7 @@ def store_rows(y, p_out, place, row, live, KIND: tl.constexpr):
     W: tl.constexpr = y.shape[1]
     N: tl.constexpr = y.shape[3]
     g = tl.arange(0, G)[:, None, None, None]
-    row = tl.broadcast_to(tl.max_contiguous(row, (1, 1, 1, 1)), (G, W, 2, N))
+    row = tl.broadcast_to(row, (G, W, 2, N))
     store_plain(p_out + place[None, None, None, :] + row, y, live & (g == 0), KIND)
 
 
@@ -85,7 +88,7 @@ def multiply_and_store(
         live = i_pair < m // 2
     else:
         i_row = i_program * (2 * W) + tl.arange(0, 2)[None, None, :, None] * W + lane
-        row = tl.minimum(i_row, m - 1)
+        row = tl.max_contiguous(tl.minimum(i_row, m - 1), (1, 1, 1, 1))
         live = i_row < m
     if EARLY:
         place, kept = places_of(p_ids, token, n_new, s_id, s_id_seq, s_row, s_seq, n_cells)
