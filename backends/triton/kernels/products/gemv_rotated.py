@@ -34,7 +34,7 @@ def angles(p_cos, p_sin, pair, token, HALF: tl.constexpr, G: tl.constexpr):
     # That rows have neighbouring angles is hidden, or the loads would have another layout than what they multiply.
     at = tl.max_contiguous(token[None, None, None, :] * HALF + pair % HALF, (1, 1, 1, 1))
     at = tl.broadcast_to(at, (G, W, 1, N))
-    return tl.load(p_cos + at), tl.load(p_sin + at)
+    return tl.load(p_cos + at, cache_modifier=".cg"), tl.load(p_sin + at, cache_modifier=".cg")
 
 
 @triton.jit
@@ -55,7 +55,8 @@ def places_of(p_ids, token, n_new, s_id, s_id_seq, s_row, s_seq, n_cells):
         return token.to(tl.int64) * s_row, token >= 0
     else:
         seq = (token // n_new).to(tl.int64)
-        cell = tl.load(p_ids + seq * s_id_seq + (token % n_new).to(tl.int64) * s_id).to(tl.int64)
+        at = seq * s_id_seq + (token % n_new).to(tl.int64) * s_id
+        cell = tl.load(p_ids + at, cache_modifier=".cg").to(tl.int64)
         return seq * s_seq + cell * s_row, (cell >= 0) & (cell < n_cells)
 
 
@@ -121,6 +122,7 @@ GENERAL = [
     writes="p_out0 p_out1 p_out2",
     early=("packed0 packed1 packed2 p_bias0 p_bias1 p_bias2"),
     early_if={"EARLY": "p_ids p_cos p_sin"},
+    uncached="p_ids p_cos p_sin",
 )
 @triton.jit(do_not_specialize=GENERAL)
 def rotated_gemv(
@@ -138,7 +140,8 @@ def rotated_gemv(
     out0: f32 [n, heads of 2 * HALF elements], tokens out_stride apart; out1, out2: caches as quantize.stored() has
     them, rows s_k and s_v apart; those of each sequence, to which n_new tokens belong, s_k_seq and s_v_seq apart. A
     token whose id is none of the n_cells rows is left out. cos, sin: f32 [n, HALF].
-    EARLY: ids and angles are older than the launch before this one, so that they need not be waited for.
+    EARLY: ids and angles are older than the launch before this one, so that they need not be waited for. They are read
+    past the L1 cache, which may still have those of the step before.
     """
     i_program = tl.program_id(0)
     programs0 = (m0 + (2 * W - 1)) // (2 * W)
