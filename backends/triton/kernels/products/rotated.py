@@ -21,7 +21,6 @@ from graphrt.backends.triton.kernels.rope import RopeTable, rope_table
 from graphrt.backends.triton.launch import Launch
 from graphrt.fusion import Fusion
 
-
 #: Tokens up to which angles and ids fit into registers beside a lane's first weights.
 MAX_EARLY = 4
 
@@ -69,8 +68,8 @@ def rotated_launch(
         "s_id": cells.s_id, "s_id_seq": cells.s_id_seq, "s_k": cells.s_k, "s_k_seq": cells.s_k_seq, "s_v": cells.s_v,
         "s_v_seq": cells.s_v_seq, "n_cells": cells.n_cells, "n_new": cells.n_new, "n": x.n, "K_KIND": cells.k_kind,
         "V_KIND": cells.v_kind, "HALF": table.params.n_dims // 2, "NEOX": table.params.mode == "neox",
-        "EARLY": early and target.has_pdl and x.n <= MAX_EARLY, "N": 1 << (x.n - 1).bit_length(), "U": config.u, "W": config.w,
-        "G": config.g, "PTX": uses_ptx(target), "PDL": target.has_pdl,
+        "EARLY": early and target.has_pdl and x.n <= MAX_EARLY, "N": 1 << (x.n - 1).bit_length(), "U": config.u,
+        "W": config.w, "G": config.g, "PTX": uses_ptx(target), "PDL": target.has_pdl,
     }  # fmt: skip
     return Launch(rotated_gemv, (sum(-(-s.m // config.rows) for s in segments),), args, options_for(target, config))
 
