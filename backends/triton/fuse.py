@@ -36,6 +36,7 @@ FUSIONS: tuple[Fusion, ...] = (
     TRAINED_PRODUCTS,
     GRADIENT_OF_X,
     GATE_UP_GLU,
+    ROTATED_PROJECTIONS,
     PROJECTIONS,
     NORM_ROPE_CACHE,
     JOINED,
@@ -52,7 +53,7 @@ FUSIONS: tuple[Fusion, ...] = (
     ADAMW_STEP,
 )
 #: Tried before those, where GRAPHRT_FUSE names them.
-ASKED_FOR: tuple[Fusion, ...] = (ROPE_CACHE_ATTENTION, ROTATED_PROJECTIONS)
+ASKED_FOR: tuple[Fusion, ...] = (ROPE_CACHE_ATTENTION,)
 
 
 def wanted_fusions(exact: bool) -> list[Fusion]:

@@ -24,7 +24,6 @@ from graphrt.backends.triton import TritonBackend
 from graphrt.backends.triton.accesses import Access, Call, accesses
 from graphrt.backends.triton.context import Context
 from graphrt.backends.triton.device import ELSEWHERE, Target
-from graphrt.backends.triton.fuse import FUSIONS
 from graphrt.backends.triton.kernels.flash_attn import decode_launch
 from graphrt.backends.triton.launch import Launch
 from graphrt.errors import BackendError
@@ -168,9 +167,8 @@ def test_real_shapes_are_in_order(name: str) -> None:
     assert {name for step in steps for name in step.early} & {"packed_gemv", "batch_wgmma"}
 
 
-def test_projections_that_rotate_are_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_projections_that_rotate_are_in_order() -> None:
     """Their angles are those that the run's first launches have made, which the L1 cache may not have yet."""
-    monkeypatch.setenv("GRAPHRT_FUSE", ",".join(["rotated_projections", *(fusion.name for fusion in FUSIONS)]))
     backends = planned()
     steps = checked(Model(synthetic("llama-8b:q4_k_m", 2), backends), backends, SessionOptions(n_ctx=1024, n_batch=256))
     assert not [str(v) for step in steps for v in step.violations]

@@ -23,6 +23,7 @@ from graphrt.backends.triton.backend import TritonBackend
 from graphrt.backends.triton.fuse import wanted_fusions
 from graphrt.backends.triton.kernels.products import rotated, rotated_fusions
 from graphrt.backends.triton.kernels.products.gemv import config_for
+from graphrt.backends.triton.kernels.products.lower import PROJECTIONS
 from graphrt.backends.triton.kernels.products.rotated import ROTATED_PROJECTIONS
 from graphrt.backends.triton.launch import Launch
 from graphrt.ops import RopeParams
@@ -168,5 +169,8 @@ def test_it_waits_for_a_table_that_is_new(monkeypatch: pytest.MonkeyPatch) -> No
     assert [x.args["EARLY"] for x in steps if x.name == "rotated_gemv"] == [False, True, True]
 
 
-def test_exact_ones_are_apart() -> None:
+def test_it_is_there_unasked_and_exact_ones_are_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GRAPHRT_FUSE", raising=False)
+    wanted = wanted_fusions(False)
+    assert wanted.index(ROTATED_PROJECTIONS) < wanted.index(PROJECTIONS), "who is asked first has the products"
     assert ROTATED_PROJECTIONS not in wanted_fusions(True)
