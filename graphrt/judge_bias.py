@@ -4,7 +4,9 @@ of their errors to tell a wrong factor from rounding.
 Rounding goes up as often as down, so that over many elements it cancels out, and a wrong factor or offset does not. Two
 sums over elements find those: the slope, sum(d e) / sum(e^2), which is the factor less 1, and the mean of d over the
 root mean square of e. e is what must be there (float64, rounded as the result is stored), d the difference from it.
-Both are taken over all elements and over each head, query, sequence and column.
+Both are taken over all elements and over each head, query, sequence and column, after each row was divided by its size:
+under a causal mask the rows of few keys are so much larger than others that they alone would decide, and the first one,
+which is V's row, has no rounding at all.
 
 How far they may be from 0 by chance follows from the independent low-precision computation's errors x, before it is
 rounded to 8 bits, and from what that rounding does to such errors:
@@ -38,6 +40,8 @@ Floats = npt.NDArray[np.float64]
 FACTOR = 1.5
 #: A right result fails once in e**UNLIKELY = 7e10 cases.
 UNLIKELY = 25.0
+#: A row counts as no smaller than this part of the middle one: what cancels out is no measure of its own errors.
+SMALLEST = 2.0**-4
 
 
 def step_of(values: Floats, dt: DType) -> Floats:
@@ -47,6 +51,13 @@ def step_of(values: Floats, dt: DType) -> Floats:
     exponent = np.where(values == 0, 1 - kind.bias, exponent - 1)
     steps: Floats = np.ldexp(1.0, np.maximum(exponent, 1 - kind.bias) - kind.mantissa)
     return steps
+
+
+def row_sizes(e: Floats, counted: npt.NDArray[np.bool_]) -> Floats:
+    """Root mean squares of the rows of e, which is 0 where it does not count, [..., 1]: none too small or 0."""
+    sizes: Floats = np.sqrt((e**2).sum(-1, keepdims=True) / np.maximum(counted.sum(-1, keepdims=True), 1))
+    middle = float(np.median(sizes[sizes > 0])) if sizes.any() else 1.0
+    return np.maximum(sizes, SMALLEST * middle)
 
 
 @dataclass(frozen=True)
@@ -96,6 +107,8 @@ def why_biased(node: Tensor, actual: Floats, expected: Floats, low: Floats, bias
         steps = np.where(counted, step_of(e, dt), 0.0)
         flips = np.minimum(sizes, steps) * steps
     e, error, d = (np.where(counted, x, 0.0) for x in (e, error, actual - e))
+    size = row_sizes(e, counted)
+    e, error, d, steps, flips = e / size, error / size, d / size, steps / size, flips / size**2
     for found in _sums(e, counted):
         if message := _why(node, found, d, error, flips, steps, bias):
             return message

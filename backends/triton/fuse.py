@@ -18,6 +18,7 @@ from graphrt.backends.triton.kernels.latent import HEAD_PRODUCTS, LATENT_ROPE_CA
 from graphrt.backends.triton.kernels.planned_norms import ADD_NORM, JOINED, NORM_MUL, NORM_MUL_ADD_NORM
 from graphrt.backends.triton.kernels.products.adapters import ADAPTERS
 from graphrt.backends.triton.kernels.products.lower import GATE_UP_GLU, MATMUL_ADD, OUT_PROD_ADD, PROJECTIONS
+from graphrt.backends.triton.kernels.products.rotated import ROTATED_PROJECTIONS
 from graphrt.backends.triton.kernels.products.trained import GRADIENT_OF_X, TRAINED_PRODUCTS
 from graphrt.backends.triton.kernels.rope import NORM_ROPE_CACHE, ROPE_CACHE, ROPE_CACHE_ATTENTION
 from graphrt.env import FUSE
@@ -35,6 +36,7 @@ FUSIONS: tuple[Fusion, ...] = (
     TRAINED_PRODUCTS,
     GRADIENT_OF_X,
     GATE_UP_GLU,
+    ROTATED_PROJECTIONS,
     PROJECTIONS,
     NORM_ROPE_CACHE,
     JOINED,

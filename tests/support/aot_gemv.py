@@ -19,8 +19,11 @@ from graphrt.backends.triton.kernels.products.activations import (
 )
 from graphrt.backends.triton.kernels.products.gemv import Segment, gemv
 from graphrt.backends.triton.kernels.products.gemv_heads import head_gemv
+from graphrt.backends.triton.kernels.products.rotated import Cells, rotated_launch
+from graphrt.backends.triton.kernels.rope import RopeTable
 from graphrt.backends.triton.launch import Launch
 from graphrt.backends.triton.packing import PACKED_TYPES, Packed
+from graphrt.ops.rope import RopeParams
 from graphrt.peers import Peers
 from support.aot_arch import target_of
 
@@ -46,6 +49,25 @@ def _head_launch(target: Target, kind: str, m: int, k: int, n: int, heads: int =
     w = _weight(kind, heads * m, k)
     x, out = torch.empty(heads, n, k), torch.empty(n, heads, m).transpose(0, 1)
     return head_gemv(target, w if isinstance(w, Packed) else w.view(heads, m, k), x, out)
+
+
+def _rotated_launch(target: Target, kinds: tuple[str, ...], n: int, mode: str, cache: str, early: bool) -> Launch:
+    """Projections of Llama-8B, with biases of neox's."""
+    k, d, cells, rows = 4096, 128, 64, (4096, 1024, 1024)
+    half = torch.empty(n, d // 2)
+    kept = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.int16}.get(cache, torch.uint8)
+    k_cache, v_cache = (torch.empty(cells * rows[1], dtype=kept) for _ in "kv")
+    outs, strides = (torch.empty(n * rows[0]), k_cache, v_cache), (rows[0], rows[1], rows[2])
+    segments = [
+        Segment(_weight(kind, m, k), out, stride, torch.empty(m) if mode == "neox" else None)
+        for kind, m, out, stride in zip(kinds, rows, outs, strides)
+    ]
+    where = Cells(
+        torch.empty(n, dtype=torch.int64), 1, n, n, cells, k_cache, rows[1], cells * rows[1], cache, v_cache, rows[2],
+        cells * rows[2], cache,
+    )  # fmt: skip
+    table = RopeTable(RopeParams(d, mode), half, half)
+    return rotated_launch(target, segments, Q8Rows.empty(n, k, "cpu"), table, where, early)
 
 
 def _launches(target: Target) -> Iterator[tuple[str, Launch]]:
@@ -86,6 +108,14 @@ def _launches(target: Target) -> Iterator[tuple[str, Launch]]:
         )
     yield "gemv rounding inside", _launch(target, ("q4_1",), 576, 1536, 1, True, residual=(torch.empty(576), 576))
     yield "gemv rounding inside, q6_K", _launch(target, ("q6_K",), 640, 2048, 1, True)
+    for kinds, n, mode, cache in (
+        (("q4_K", "q4_K", "q6_K"), 1, "normal", "f16"), (("q4_K", "q4_K", "q4_K"), 1, "normal", "f8_e4m3"),
+        (("q4_0", "q4_1", "q8_0"), 1, "neox", "bf16"), (("q5_K", "q5_K", "q6_K"), 3, "neox", "f16"),
+        (("q4_K", "q4_K", "q6_K"), 8, "normal", "f32"),
+    ):  # fmt: skip
+        for early in (True, False):
+            name = f"gemv rotated {' '.join(kinds)} n={n} {cache}" + " early" * early
+            yield name, _rotated_launch(target, kinds, n, mode, cache, early)
     for n, k in ((1, 640), (16, 640), (1, 8192)):
         x, norm = torch.empty(n, k), NormWeight(torch.empty(k), 1e-6)
         found = Q8Rows.empty(n, k, "cpu") if n == 1 else torch.empty(n, k, dtype=torch.float16)

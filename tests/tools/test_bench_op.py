@@ -16,12 +16,13 @@ import graphrt
 from graphrt.backend import Group, Place
 from graphrt.backends.cpu import CpuBackend
 from graphrt.dtypes import dtype
+from graphrt.judge import Verdict
 from graphrt.program import Program
 from graphrt.tensor import Tensor
 from graphrt.testing import CausalMask, dequantize
 from graphrt.tools import cli
 from graphrt.tools.bench import torch_sdpa as peers
-from graphrt.tools.bench.op_check import check, expected_rows, sample
+from graphrt.tools.bench.op_check import _told, check, expected_rows, sample
 from graphrt.tools.bench.op_inputs import Noise, build, n_nodes_for
 from graphrt.tools.bench.op_report import PeerTime, Report, Row, judge_marks, mean_of_llama, measured
 from graphrt.tools.bench.op_shapes import SETS, SHAPES, Mark, Shape, shapes_of, tiny
@@ -577,6 +578,15 @@ def test_a_standard_attention_that_is_wrong_is_seen(noise: Noise) -> None:
     assert check(program, exe, "cpu").wrong == ""
     program.shape = replace(shape, softcap=1.0)
     assert "NMSE" in check(program, exe, "cpu").wrong and shape.name.endswith("causal standard")
+
+
+def test_what_is_told_is_the_rule_that_was_broken() -> None:
+    """The relative error of all rows, or what the judge says where that is small enough."""
+    rows = [(3, 5), (4, 6)]
+    over = _told(Verdict(False, "", 0.02, 0.01, worst=(7, 1)), rows)
+    assert over == "NMSE 0.02 over 0.01; worst at head 4, query 6, element 7"
+    other = _told(Verdict(False, "the results are 1.1 times", 0.005, 0.01, worst=(7, 0)), rows)
+    assert "over all; of 2 rows of the result: the results are 1.1 times; worst at head 3, query 5" in other
 
 
 def test_rows_as_comma_separated_values(bench: Bench) -> None:

@@ -241,8 +241,8 @@ _DECODE = [
     _decode(256, (32, 2), 10000, (14, 8), llama=185, set="quick"),
     _decode(256, (32, 2), 20000, (22, 15), llama=522),
     _scored(_DECODE_128[2], "softcap", 0.97),
-    _quantized(_DECODE_128[2], "q8_0", 0.9, 0.58),
-    _quantized(_DECODE_128[2], "q4_0", 0.75, 0.38),
+    _quantized(_DECODE_128[2], "q8_0", 0.65, 0.56),
+    _quantized(_DECODE_128[2], "q4_0", 0.5, 0.36),
     _quantized(_DECODE_128[2], "f8_e4m3", 0.62, 0.54),
     *(
         _decode(64, _H64_8, 7680, llama=us, kv_type=kind)

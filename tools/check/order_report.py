@@ -75,10 +75,10 @@ def steps_of(model: Model, backends: Sequence[Backend], options: SessionOptions)
         engine = Engine(model.decoder, backends, options, n)
         yield f"decode of {n} sequences", engine.executable(1, n)
         yield f"decode of {n} sequences and the next tokens' choice", engine.chained().exe
-    paged = PagedEngine(model.decoder, backends, replace(options, page=PAGE), n)
+        paged = PagedEngine(model.decoder, backends, replace(options, page=PAGE), n)
+        step = paged.choosing(paged.largest_size(n, n))
+        yield f"decode of {n} sequences over pages", step.reads.exe
     yield f"a prompt and {n - 1} tokens over pages", paged.prepared(paged.largest_size(paged.n_batch + n - 1, n)).exe
-    step = paged.choosing(paged.largest_size(n, n))
-    yield f"decode of {n} sequences over pages", step.reads.exe
     yield f"the choice of {n} sequences' next tokens", step.chooser.exe
 
 

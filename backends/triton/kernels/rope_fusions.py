@@ -26,7 +26,7 @@ class RopeCache(NamedTuple):
 
 def rope_cache(nodes: Nodes) -> Iterator[Group]:
     """The rotation of q and k, and the writing of k and v into the cache that an attention reads."""
-    for _, found in _rotations(nodes):
+    for _, found in rotations(nodes):
         if all(_is_rotated_plain(rotated["a"]) for rotated in (found.q, found.k)):
             yield _group("rope_cache", [], found)
 
@@ -41,7 +41,7 @@ class RopeCacheAttention(NamedTuple):
 def rope_cache_attention(nodes: Nodes) -> Iterator[Group]:
     """The rotation of q and k of one token a sequence, the writing of k and v into caches of f16 or bf16, and the
     attention that reads them, of heads of 64 or 128: where the decode kernel serves it, one launch."""
-    for attention, found in _rotations(nodes):
+    for attention, found in rotations(nodes):
         if nodes.readers(found.q) != [attention] or nodes.kept(found.q) or why_apart(attention) is not None:
             continue
         plain = all(_is_rotated_plain(rotated["a"]) for rotated in (found.q, found.k))
@@ -92,7 +92,7 @@ def _is_one_token(attention: Tensor, found: RopeCache) -> bool:
 
 def norm_rope_cache(nodes: Nodes) -> Iterator[Group]:
     """The same after RMS_NORM and MUL by a row of the heads of q and of k."""
-    for _, found in _rotations(nodes):
+    for _, found in rotations(nodes):
         q_norm, k_norm = _head_norm(nodes, found.q), _head_norm(nodes, found.k)
         if q_norm is None or k_norm is None or q_norm.norm.params != k_norm.norm.params:
             continue
@@ -122,7 +122,7 @@ def _is_rotated_plain(t: Tensor) -> bool:
     return t.dtype.name == "f32" and t.has_contiguous_rows
 
 
-def _rotations(nodes: Nodes) -> Iterator[tuple[Tensor, RopeCache]]:
+def rotations(nodes: Nodes) -> Iterator[tuple[Tensor, RopeCache]]:
     """ROPE of q and of k, SET_ROWS of k and of v, that can be one launch; and the attention that reads them."""
     for attention in nodes.of("FLASH_ATTN_EXT", "FLASH_ATTN_VARLEN"):
         q, k_set, v_set = (made_by(attention[name]) for name in ("q", "k", "v"))

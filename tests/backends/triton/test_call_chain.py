@@ -41,3 +41,12 @@ def test_the_calls_that_the_page_names_are_made(tmp_path: Path, monkeypatch: pyt
     made = [(name, file) for name, file in named if file != "backends/triton/launch.py" and name != "in_order"]
     for name, file in made:
         assert any(name == called_name and at.endswith(file) for called_name, at in left), (name, file, stacks[0])
+
+
+def test_the_breakpoint_is_where_the_document_says() -> None:
+    """The line of forward.py that the chapter on stepping stops at is the one that it shows."""
+    text = (ROOT / "docs/debugging.md").read_text()
+    (asked,) = re.findall(r"^\(Pdb\) b graphrt/(\S+):(\d+)$", text, re.M)
+    (told,) = re.findall(r"^> graphrt/(\S+)\((\d+)\)flash_attn\(\)\n-> (.*)$", text, re.M)
+    assert asked == told[:2]
+    assert (ROOT / told[0]).read_text().splitlines()[int(told[1]) - 1].strip() == told[2]

@@ -136,6 +136,7 @@ def test_what_a_form_does_not_serve_goes_to_the_other_kernels(pattern: str, why:
     assert reason is not None and why in reason, reason
     launcher = Launcher(target_of("sm_90"), place, "global-wait")
     assert launcher.launches(attention) and launcher.chosen[node].kernel != "decode_passes"
+    assert launcher.chosen[node].refused["decode_passes"] == f"global-wait is asked for, but {reason}"
 
 
 def test_forms_are_told_apart_from_schedules() -> None:

@@ -91,7 +91,7 @@ class Launcher:
             self.chosen[node] = replace(chosen, refused={**chosen.refused, "rope_cache_attention": reason})
 
     def _plain(self, p: Problem) -> list[Step]:
-        kernel, refused = self._in_passes(p) or self._first(p, kernels_of(self.target), not_of(self.target))
+        kernel, refused = self._kernel_of(p)
         return self._planned(p, kernel, refused)
 
     def _scaled(self, node: Tensor) -> list[Step]:
@@ -120,21 +120,25 @@ class Launcher:
         """The launches of a rotation, the writing of a step's k and v, and their attention: all in the attention's, or
         where its kernel has no such form, one before it."""
         p = Problem(attention_of(found.attention), self.place)
-        kernel, refused = self._in_passes(p) or self._first(p, kernels_of(self.target), not_of(self.target))
+        kernel, refused = self._kernel_of(p)
         if not kernel.can_append:
             return [*lower_rope_cache(found.cache, ctx), *self.launches(attention_of(found.attention))]
         table, steps = rope_table(found.cache.q, ctx)
         kernel.appended = appended_arguments(found.cache, table, ctx)
         return steps + self._planned(p, kernel, refused)
 
-    def _in_passes(self, p: Problem) -> tuple[AttentionKernel[Problem, MaskPlan], dict[str, str]] | None:
-        """Flash decoding in two passes, where the schedule asks for a form of it and it serves."""
-        if self.schedule not in PASS_FORMS or not self.target.is_nvidia or self.config is not None:
-            return None
-        from graphrt.backends.triton.kernels.flash_attn.passes_launch import DecodePasses
+    def _kernel_of(self, p: Problem) -> tuple[AttentionKernel[Problem, MaskPlan], dict[str, str]]:
+        """The kernel of a contiguous attention, and why others do not serve it. Flash decoding in two passes comes
+        first where the schedule asks for a form of it."""
+        missing = not_of(self.target)
+        if self.schedule in PASS_FORMS and self.target.is_nvidia and self.config is None:
+            from graphrt.backends.triton.kernels.flash_attn.passes_launch import DecodePasses
 
-        kernel = DecodePasses(p, self.target, self.schedule)
-        return (kernel, {}) if kernel.serves() is None else None
+            kernel = DecodePasses(p, self.target, self.schedule)
+            if (reason := kernel.serves()) is None:
+                return kernel, {}
+            missing = {**missing, kernel.name: f"{self.schedule} is asked for, but {reason}"}
+        return self._first(p, kernels_of(self.target), missing)
 
     def _varlen(self, p: VarlenProblem) -> list[Step]:
         """Of an attention that is done in parts the last one's kernel is told as chosen, the others beside it."""

@@ -105,16 +105,21 @@ def _gemv(part: Part, matrices: Sequence[_Matrix], residual: torch.Tensor | None
         else:
             weight = ctx.view(matrix.weight).torch()[0, 0]
         segments.append(Segment(weight, matrix.out.view(-1), matrix.out.shape[1], matrix.bias))
-    x = matrices[0].product.x
-    given: Rows | Q8Rows = (
-        rows_of(ctx.view(x)) if part.made in (Made.AS_IT_LIES, Made.INSIDE) else _in_8_bits(part, ctx)
-    )
-    if part.made is Made.BEFORE and isinstance(given, Q8Rows):
-        steps.append(quantize_rows(ctx.target, rows_of(ctx.view(x)), given))
+    given, made = activations_of(part, ctx)
+    steps += made
     gate = matrices[0].product.gate
     added = None if residual is None else (residual.view(-1), residual.shape[1])
     launch = gemv(ctx.target, segments, given, glu=gate.kind if gate else "", residual=added)
     return append_launch(steps, launch, all(matrix.constant for matrix in matrices))
+
+
+def activations_of(part: Part, ctx: Context) -> tuple[Rows | Q8Rows, list[Step]]:
+    """The activations of a part as gemv.py's kernels read them, and the launch that makes them so if one has to."""
+    x = part.products[0].x
+    if part.made in (Made.AS_IT_LIES, Made.INSIDE):
+        return rows_of(ctx.view(x)), []
+    given = _in_8_bits(part, ctx)
+    return given, [quantize_rows(ctx.target, rows_of(ctx.view(x)), given)] if part.made is Made.BEFORE else []
 
 
 def _in_8_bits(part: Part, ctx: Context) -> Q8Rows:

@@ -78,11 +78,12 @@ def private_to_products(nodes: Nodes, x: Tensor) -> list[Tensor]:
     """
     readers = nodes.readers(x)
     alone = bool(readers) and nodes.only_as_it_is(x) and x.ne[0] % 32 == 0
-    private = alone and all(is_product(n) and n["x"] is x and _is_packed(n["weights"]) for n in readers)
+    private = alone and all(is_product(n) and n["x"] is x and is_packed(n["weights"]) for n in readers)
     return [x] if private else []
 
 
-def _is_packed(w: Tensor) -> bool:
+def is_packed(w: Tensor) -> bool:
+    """A matrix of weights that kernels have in a form of their own."""
     return packing_of(w.dtype.name) is not None and w.ne[1] > 1
 
 

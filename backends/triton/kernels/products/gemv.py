@@ -68,6 +68,12 @@ class GemvConfig:
         """Rows of a program."""
         return self.r * self.w
 
+    def for_x(self, x: Q8Rows | Rows) -> GemvConfig:
+        """The same for packed weights and activations that lie so: of those that programs round, a tile is the row."""
+        if isinstance(x, Q8Rows):
+            return self
+        return replace(self, u=max(self.u, 1 << (-(-x.k // (32 * self.g)) - 1).bit_length()))
+
 
 def config_for(kind: str, m: int, k: int, n: int, single: bool = False) -> GemvConfig:
     """A launch's shape: kind of weights ("f32", "f16", "bf16" or a packed type), rows in all, their length, tokens;
@@ -124,8 +130,8 @@ def gemv(
     kind = first.weight.kind if isinstance(first.weight, Packed) else _PLAIN[first.weight.dtype]
     counted = segments[:1] if glu else segments
     c = config or config_for(kind, sum(s.m for s in counted), x.k, x.n, single=not glu)
-    if isinstance(first.weight, Packed) and isinstance(x, Rows):  # one tile is the row
-        c = replace(c, u=max(c.u, 1 << (-(-x.k // (32 * c.g)) - 1).bit_length()))
+    if isinstance(first.weight, Packed):
+        c = c.for_x(x)
     args: dict[str, Any] = {
         "p_residual": residual and residual[0], "residual_stride": residual[1] if residual else 0,
         "n": x.n, "GLU": glu, "N": 1 << (x.n - 1).bit_length(), "U": c.u, "R": c.r, "W": c.w, "G": c.g,
@@ -140,24 +146,30 @@ def gemv(
             f"p_bias{i}": None if s is None else s.bias,
         }
     if isinstance(first.weight, Packed):
-        args |= _packed_arguments(segments, x, norm) | {"PTX": uses_ptx(target)}
+        args |= packed_arguments(segments, x, norm) | {"PTX": uses_ptx(target)}
     else:
         assert isinstance(x, Rows) and norm is None
         args |= _dense_arguments(segments, x)
     grid = sum(-(-s.m // c.rows) for s in counted)
-    options = launch_options(target, c.warps)
-    if c.registers and target.is_nvidia:
-        options["maxnreg"] = c.registers
     kernel = packed_gemv if isinstance(first.weight, Packed) else dense_gemv
-    return Launch(kernel, (grid,), args, options)
+    return Launch(kernel, (grid,), args, options_for(target, c))
+
+
+def options_for(target: Target, config: GemvConfig) -> dict[str, Any]:
+    """How a kernel with this configuration is launched."""
+    options = launch_options(target, config.warps)
+    if config.registers and target.is_nvidia:
+        options["maxnreg"] = config.registers
+    return options
 
 
 _PLAIN = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 
 
-def _packed_arguments(
+def packed_arguments(
     segments: Sequence[Segment], x: Q8Rows | Rows, norm: tuple[torch.Tensor, float] | None
 ) -> dict[str, Any]:
+    """What kernels that multiply packed weights are given of these and of x."""
     args: dict[str, Any] = {"NG": x.k // 32, "p_norm": norm and norm[0], "eps": norm[1] if norm else 0.0}
     args["PARTS"] = x.parts if isinstance(x, Q8Rows) else parts_of(x.k)
     for i in range(3):

@@ -12,6 +12,7 @@ from graphrt.backends.triton.kernels.products.broadcast import Broadcast, broadc
 from graphrt.backends.triton.kernels.products.forms import Form
 from graphrt.backends.triton.kernels.products.fusions import Products, Summed
 from graphrt.backends.triton.kernels.products.half import Gate
+from graphrt.backends.triton.kernels.products.rotated_fusions import RotatedProjections
 from graphrt.backends.triton.packing import packing_of
 from graphrt.tensor import Tensor
 
@@ -113,6 +114,8 @@ def products_of(group: Group) -> ProductGroup | None:
         return _of_transposed(nodes[0])
     if len(nodes) == 1 and nodes[0].op in ("MUL_MAT", "MUL_MAT_ID"):
         found = Products((Summed(nodes[0], nodes[0]),))
+    if isinstance(found, RotatedProjections):
+        found = found.products
     if isinstance(found, Products):
         return _of_products(found)
     if isinstance(found, ExpertSum):
