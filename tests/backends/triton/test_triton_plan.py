@@ -167,6 +167,24 @@ def test_each_device_has_its_kernels(name: str, n: int, kernel: str) -> None:
         assert exact.kernel.name == "gemm_small_wgmma" and "to be exact" in exact.refused["gemv"]
 
 
+@pytest.mark.parametrize(
+    ("name", "n", "k", "kind", "kernel"),
+    [("h100", 4, 4096, "q4_K", "gemv"), ("h100", 5, 4096, "q4_K", "gemm_small_wgmma"),
+     ("h100", 8, 2304, "q6_K", "gemm_small_wgmma"), ("h100", 8, 2048, "q4_K", "gemv"),
+     ("h100", 8, 4096, "q2_K", "gemv"), ("a100", 8, 4096, "q4_K", "gemv"), ("mi300x", 8, 4096, "q4_K", "gemv")],
+)  # fmt: skip
+def test_five_tokens_and_more_of_long_rows_are_wgmmas(name: str, n: int, k: int, kind: str, kernel: str) -> None:
+    route = routed(ops.mul_mat(Tensor(kind, (k, 64)), Tensor("f32", (k, n))), FAST[name])
+    assert route.kernel.name == kernel
+    assert kernel == "gemv" or "more than 4 tokens" in route.refused["gemv"]
+
+
+def test_a_norm_of_five_tokens_is_rounded_for_wgmma() -> None:
+    x = norm(5, k=4096)
+    found = segments(*(ops.mul_mat(weight(kind, 4096, 64), x) for kind in ("q4_K", "q6_K")))
+    assert stored(found) == Stored(Form.F16_ORDERED)
+
+
 def test_activations_in_f16_have_no_order() -> None:
     node = ops.mul_mat(Tensor("q4_K", (K, 64)), Tensor("f16", (K, 32)))
     route = routed(node, FAST["h100"])

@@ -17,6 +17,9 @@ from graphrt.backends.triton.packing import NO_PLANES, Packed, Packing, packing_
 
 #: Tokens that one launch serves.
 MAX_TOKENS = 8
+#: Up to so many it is the fastest. 5 to 8 take what 8 take, and on an H200 gemm_small's wgmma needs 0.5 to 0.9 of that
+#: for rows of 4096 and 14336 elements (BENCHMARKS.md); short rows are rounded here, without a launch for it.
+FEW_TOKENS = 4
 #: Elements of a row up to which a program can round its activations itself: a tile holds them.
 MAX_INLINE = 2048
 #: Rows from which on every multiprocessor has programs enough that take two at a time.

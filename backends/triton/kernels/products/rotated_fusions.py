@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from graphrt.backend import Group
 from graphrt.backends.triton.kernels.products.fusions import Products, Summed, is_packed, projections
-from graphrt.backends.triton.kernels.products.gemv import MAX_TOKENS, config_for
+from graphrt.backends.triton.kernels.products.gemv import FEW_TOKENS, config_for
 from graphrt.backends.triton.kernels.rope_fusions import RopeCache, rotations
 from graphrt.dtypes import FLOATS8
 from graphrt.fusion import Nodes
@@ -27,7 +27,7 @@ class RotatedProjections(NamedTuple):
 
 def rotated_projections(nodes: Nodes) -> Iterator[Group]:
     """MUL_MATs of one x that give q, k and v, with their biases, the ROPE of q and of k over whole heads, and SET_ROWS
-    of k and v into a cache: of up to 8 tokens, where a lane has two rows of the weights."""
+    of k and v into a cache: of up to 4 tokens, where a lane has two rows of the weights."""
     made = {s.out: group.captured for group in projections(nodes) for s in group.captured.products}
     for _, cache in rotations(nodes):
         outs = [made_by(t) for t in (cache.q["a"], cache.k["a"], cache.v_set["rows"])]
@@ -49,7 +49,7 @@ def rotated_projections(nodes: Nodes) -> Iterator[Group]:
 def _has_pairs(found: list[Summed]) -> bool:
     """A lane of gemv.py's kernel has two rows of these products, so that it can have what is rotated together."""
     weights = [s.product["weights"] for s in found]
-    if not all(map(is_packed, weights)) or found[0].product.ne[1] > MAX_TOKENS:
+    if not all(map(is_packed, weights)) or found[0].product.ne[1] > FEW_TOKENS:
         return False
     rows, n = sum(w.ne[1] for w in weights), found[0].product.ne[1]
     return config_for(weights[0].dtype.name, rows, weights[0].ne[0], n, single=True).r == 2

@@ -5,9 +5,9 @@ The sentences of those before it are kept, for `graphrt explain`. Nothing here l
 the answer depends on is in the Product (product.py) and the Setting, so that plan.py, a backend without a graph
 (`rounds_activations`) and tests get the same one.
 
-Up to 8 tokens: gemv.py, gemv_heads.py and experts/gemv.py read each weight once a token and are bound by memory; packed
-weights are multiplied with activations rounded to 8 bits, which results that are to be exact forbid. Up to 64, on
-Hopper up to 256: gemm_small reads weights once for all tokens and multiplies in 16 bits. More: weights are dequantized
+Up to 8 tokens: gemv.py, gemv_heads.py and experts/gemv.py multiply each token by itself, packed weights with
+activations rounded to 8 bits, which results that are to be exact forbid. Up to 64, on Hopper from 5 where rows are long
+and up to 256: gemm_small reads weights once for all tokens and multiplies in 16 bits. More: weights are dequantized
 to scratch, then the vendor's product. Experts' pairs of token and expert count as tokens, and take kernels of their
 own, and so do the products that are gradients of others (Product.transposed): they add up over the rows of a weight.
 """
@@ -171,6 +171,8 @@ def _gemv(p: Product, s: Setting) -> str | None:
         return f"takes up to {gemv.MAX_TOKENS} tokens"
     if b.count > 1:
         return "takes one matrix"
+    if b.tokens > gemv.FEW_TOKENS and p.is_packed and p.weight.ne[0] > gemv.MAX_INLINE and _takes_wgmma(p, s):
+        return f"leaves more than {gemv.FEW_TOKENS} tokens, where rows are long, to wgmma, which is faster"
     if not (x.is_contiguous or x.ne[2] == x.ne[3] == 1):
         return "reads rows of x at equal distances"
     if p.gate is not None and not (p.gate.kind in GLU_KINDS and _alike(p)):
@@ -214,6 +216,11 @@ def _wgmma(p: Product, s: Setting) -> str | None:
     if found is None and p.x.dtype.name != "f32":
         return f"reads activations in an order that they get when f32 is rounded, these are {p.x.dtype.name}"
     return found
+
+
+def _takes_wgmma(p: Product, s: Setting) -> bool:
+    """Whether wgmma makes this product, and reads x as it lies."""
+    return _wgmma(p, s) is None and p.x_form.is_readable_as(Form.F16_ORDERED)
 
 
 def _most_small(p: Product) -> int:
