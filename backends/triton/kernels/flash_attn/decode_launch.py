@@ -27,8 +27,9 @@ from graphrt.backends.triton.kernels.flash_attn.score_code import why_not
 from graphrt.backends.triton.launch import Launch, launch_options
 
 #: Parts of f16 and bf16 are joined in the same launch if a tile's are at most so many bytes: one multiprocessor reads
-#: them all. (H100: gains 1.1 us of 13 at D128; over q8_0 and q4_0, whose loops lack the registers, it loses 2 to 4 us.)
-JOIN_BYTES = 160 << 10
+#: them all. (H200: 4 rows of 18 parts of D128, 37 KB, gain 0.7 us, 16 rows of them, 150 KB, lose 1.8 to 2.5. Over q8_0
+#: and q4_0, whose loops lack the registers, it loses 2 to 4 us.)
+JOIN_BYTES = 96 << 10
 #: The largest head size that is joined so. (With sums of its own in each warp the join's registers made the loop spill
 #: more at 256: 18 us lost. Not measured since columns are shared out there.)
 JOIN_D = 128
