@@ -261,3 +261,40 @@ def test_only_as_many_numbers_are_looked_at_as_steps_are_queued(queued: Model, m
     long = session.drawn(1, 50, params, sampler.uniforms)
     next(long)
     assert max(looked_at) + 1 - taken == MAX_AHEAD - 1
+
+
+def test_ways_to_choose_share_a_session(queued: Model) -> None:
+    prompt = tokens(5)
+    session = queued.session()
+    for sampling in (*SAMPLING[:3], SamplerParams(temp=0.0), SAMPLING[0]):
+        session.reset()
+        made = list(choices(session, prompt, 6, Sampler(sampling)))
+        assert made == plainly(queued, prompt, 6, Sampler(sampling), SessionOptions())
+        assert len(session._chained) <= 2
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"temp": 0.0}, {"top_k": 0}, {"top_k": MAX_TOP_K + 1}, {"typical_p": 0.9}, {"xtc_probability": 0.5},
+        {"repeat_penalty": 1.1}, {"presence_penalty": 0.1}, {"frequency_penalty": -0.1},
+    ],
+)  # fmt: skip
+def test_what_the_host_has_to_choose(queued: Model, changed: dict[str, float]) -> None:
+    sampler = Sampler(SamplerParams(seed=1, **changed))
+    assert sampler.device_params() is None
+    session = queued.session()
+    assert len(list(itertools.islice(choices(session, tokens(3), 4, sampler), 4))) == 4
+    assert set(session._chained) <= {None}
+
+
+def test_penalties_of_no_token_are_none() -> None:
+    sampler = Sampler(SamplerParams(repeat_penalty=2.0, repeat_last_n=0, min_keep=10**6))
+    assert sampler.device_params() == SampleParams(0.8, 40, 0.95, 0.05, MAX_TOP_K)
+
+
+def test_numbers_that_were_looked_at_come_in_their_turn() -> None:
+    plain, looked = Uniforms(9), Uniforms(9)
+    expected = [plain.take() for _ in range(9)]
+    assert [looked.peek(i) for i in (3, 0, 5)] == [expected[i] for i in (3, 0, 5)]
+    assert [looked.take() for _ in range(9)] == expected and all(0 <= u < 1 for u in expected)

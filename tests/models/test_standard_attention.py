@@ -21,7 +21,7 @@ from graphrt.tools import cli
 TOKENS = [3, 7, 11, 2, 9, 4]
 #: A softcap, a window, sinks, ALiBi, V inside K.
 ARCHS = ("llama", "gemma2", "gemma3", "gpt-oss", "mpt", "deepseek2")
-#: Caches in f32: in f16 the last bit of a sum decides how an element is rounded, which is 1e-11 of the logits on some CPUs.
+#: Caches in f32: in f16 a sum's last bit may decide how an element is rounded, which is 1e-11 of the logits.
 F32 = SessionOptions(n_ctx=64, type_k="f32", type_v="f32")
 SIZES = (("f32", 5, 6), ("f16", 40, 3), ("f16", 40, 3))
 
