@@ -3,6 +3,7 @@ what sequences share is told truly."""
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
@@ -198,7 +199,7 @@ class Guesses(PromptLookup):
 
     def __init__(self, text: list[int], right: list[int]) -> None:
         super().__init__(text, 8)
-        self.right, self.n, self.seen = right, len(text), list[int]()
+        self.right, self.n, self.seen, self.good = right, len(text), list[int](), list[int]()
         self.draws = np.random.default_rng(len(text))
 
     @property
@@ -207,10 +208,13 @@ class Guesses(PromptLookup):
 
     def guess(self, room: int) -> list[int]:
         at, n, good = len(self._ids) - self.n, int(self.draws.integers(0, 7)), int(self.draws.integers(0, 7))
-        guess = [*self.right[at : at + good], *self.draws.integers(0, 60, 7).tolist()][:n]
-        return guess[:room]
+        guess = [*self.right[at : at + good], *self.draws.integers(0, 60, 7).tolist()][: min(n, room)]
+        pairs = zip(guess, self.right[at:])
+        self.good.append(sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))
+        return guess
 
     def told(self, guessed: int, right: int) -> None:
+        assert right == self.good[-1], "all that is right stays"
         self.seen.append(right)
 
 
@@ -616,7 +620,7 @@ def test_batches_tell_too_and_rules_refuse(
 
 def test_who_takes_a_place_has_nothing_of_the_one_before(llama: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     """A sequence ends while a step that reads it waits for its choice; the next one of its number penalizes what it has
-    said itself alone."""
+    said itself alone, and one beside it goes on."""
     monkeypatch.setattr(graphrt.get_backend("cpu").__class__, "asynchronous", True)
     params = SamplerParams(temp=0.0, frequency_penalty=2.0, repeat_last_n=64)
     engine, found, prompt = paged(llama, 2), dict[int, list[int]](), list(range(20, 50))
@@ -624,15 +628,18 @@ def test_who_takes_a_place_has_nothing_of_the_one_before(llama: Model, monkeypat
         first = drawn(Sampler(params.changed(DRY)), engine.n_ctx)
         assert first is not None and first.waits
         batch.add(0, [9, 8, 7], 20, first)
-        batch.step()
+        batch.add(1, [5, 6, 7], 6, Drawn())
+        run(batch, found)
         assert batch._queued and batch._queued[-1].answer is None, "read, and not chosen yet"
         batch.end(0)
         engine.free(0)
+        found.pop(0)
         how = drawn(Sampler(params), engine.n_ctx)
         assert how is not None
         batch.add(0, prompt, 6, how)
         while batch.going:
             run(batch, found)
+    assert found[1] == alone(llama, [5, 6, 7], 6)
     past = engine.tables.past.buffer
     assert past is not None
     said = [*prompt, *found[0]]
