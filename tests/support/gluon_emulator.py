@@ -583,6 +583,25 @@ def product(a: Value, b: Value, acc: Value) -> Value:
     return Value((acc.data + np.matmul(x, y)).astype(np.float32))
 
 
+def _bytes_of(words: np.ndarray) -> np.ndarray:
+    """int32 words' bytes as integers, along a new last axis."""
+    return np.ascontiguousarray(words).view(np.int8).reshape(*words.shape, 4).astype(np.int64)
+
+
+def integer_product(*words: Value) -> tuple[Value, ...]:
+    """gemm_small/int8_operands.py's mma_32 and mma_16: each a whole warp's products of bytes, on tensors whose last two
+    axes are its lanes. Of the operands of a, rows g and g + 8 alternate; b's follow."""
+    count = len(words) // 3
+    *a, b = [_bytes_of(w.data) for w in words[: 2 * count]], [_bytes_of(w.data) for w in words[2 * count :]]
+    rows, cols = (a[0][0::2], a[0][1::2]), b
+    sums = []
+    for half in rows:
+        total = sum(np.einsum("...gtb,...ntb->...gn", x, y) for x, y in zip(half, cols, strict=True))
+        total = np.asarray(total) + 0x4B400000  # int8_operands.NUMBER
+        sums += [total[..., 0::2], total[..., 1::2]]
+    return tuple(Value(x.astype(np.int32)) for x in sums)
+
+
 def arguments_of(launch: Any, memory: Memory) -> dict[str, Any]:
     """A launch's arguments as its kernel gets them."""
     fixed = {p.name for p in launch.kernel.params if p.is_constexpr}
@@ -604,7 +623,16 @@ def emulate(launch: Any, late: bool) -> None:
     gl, copies = Gl(memory, launch.options["num_warps"]), Copies(memory, late)
     nothing = {name: lambda *args: None for name in ("gdc_wait", "gdc_launch_dependents")}
     function = rebuilt(
-        launch.kernel, {"gl": gl, "async_copy": copies, "mma_v2": product, "range": _counting, **nothing}
+        launch.kernel,
+        {
+            "gl": gl,
+            "async_copy": copies,
+            "mma_v2": product,
+            "mma_32": integer_product,
+            "mma_16": integer_product,
+            "range": _counting,
+            **nothing,
+        },
     )
     given = arguments_of(launch, memory)
     for program in range(launch.grid[0]):

@@ -51,8 +51,7 @@ def f16_scale(scales, KIND: gl.constexpr):
 
 @gluon.jit
 def group_scale(scales, supers, KIND: gl.constexpr, POWER: gl.constexpr):
-    """scales.group_scale() of types without f16 scales. POWER: the scale times so many powers of two, at least one for
-    an exponent alone, which then is no denormal number."""
+    """scales.group_scale() of types without f16 scales. POWER: an exponent alone times so many powers of two."""
     if scale_form(KIND) == "u6_min":
         scale = field(scales, 0, 8) * f16_low(supers).to(gl.float32)
         off = field(scales, 8, 8) * f16_low(supers >> 16).to(gl.float32)
@@ -60,8 +59,11 @@ def group_scale(scales, supers, KIND: gl.constexpr, POWER: gl.constexpr):
         scale = signed_byte(scales, 0) * f16_low(supers).to(gl.float32)
         off = scale
     else:
-        gl.static_assert(scale_form(KIND) == "e8m0" and POWER > 0)
-        e = (scales.to(gl.int32) & 0xFF) + (POWER - 1)
-        scale = (gl.minimum(e, 255) << 23).to(gl.float32, bitcast=True)
+        gl.static_assert(scale_form(KIND) == "e8m0")
+        e = scales.to(gl.int32) & 0xFF
+        if POWER == 0:
+            scale = gl.where(e < 2, 0x00200000 << e, (e - 1) << 23).to(gl.float32, bitcast=True)
+        else:
+            scale = (gl.minimum(e + (POWER - 1), 255) << 23).to(gl.float32, bitcast=True)
         off = scale
     return scale, off

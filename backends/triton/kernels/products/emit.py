@@ -11,7 +11,7 @@ from graphrt.backends.triton.context import Context, Step, View
 from graphrt.backends.triton.kernels.products import gemm_large
 from graphrt.backends.triton.kernels.products.activations import Q8Rows, Rows, quantize_rows
 from graphrt.backends.triton.kernels.products.forms import Form, f16_in_place, q8_copy, q8_in_place
-from graphrt.backends.triton.kernels.products.gemm_small import mma_launch
+from graphrt.backends.triton.kernels.products.gemm_small import int8_launch, mma_launch
 from graphrt.backends.triton.kernels.products.gemm_small.portable_launch import packed_product, plain_product
 from graphrt.backends.triton.kernels.products.gemv import Segment, gemv
 from graphrt.backends.triton.kernels.products.gemv_heads import head_gemv
@@ -67,6 +67,8 @@ def product(planned: Planned, ctx: Context) -> list[Step]:
     for part in planned.parts:
         if part.route.kernel.name == "gemv":
             steps += _gemv(part, [matrices[p] for p in part.products], residual, ctx)
+        elif part.route.kernel.name == "gemm_small_int8":
+            steps += _int8(part, [matrices[p] for p in part.products], residual, ctx)
         else:
             rest.append(part)
     return steps + (_in_16_bits(planned, rest, matrices, residual, ctx) if rest else [])
@@ -90,7 +92,7 @@ def head_products(planned: Planned, out: torch.Tensor, ctx: Context) -> list[Ste
     return [*steps, *made, *rescaling(out.transpose(0, 1), x.factors)]
 
 
-# ---- up to 8 tokens ----
+# ---- in 8 bits, or of weights as they are ----
 
 
 def _gemv(part: Part, matrices: Sequence[_Matrix], residual: torch.Tensor | None, ctx: Context) -> list[Step]:
@@ -105,24 +107,41 @@ def _gemv(part: Part, matrices: Sequence[_Matrix], residual: torch.Tensor | None
         else:
             weight = ctx.view(matrix.weight).torch()[0, 0]
         segments.append(Segment(weight, matrix.out.view(-1), matrix.out.shape[1], matrix.bias))
-    x = matrices[0].product.x
-    given: Rows | Q8Rows = (
-        rows_of(ctx.view(x)) if part.made in (Made.AS_IT_LIES, Made.INSIDE) else _in_8_bits(part, ctx)
-    )
-    if part.made is Made.BEFORE and isinstance(given, Q8Rows):
-        steps.append(quantize_rows(ctx.target, rows_of(ctx.view(x)), given))
+    if part.made in (Made.AS_IT_LIES, Made.INSIDE):
+        given: Rows | Q8Rows = rows_of(ctx.view(matrices[0].product.x))
+    else:
+        given = _in_8_bits(part, steps, ctx)
     gate = matrices[0].product.gate
     added = None if residual is None else (residual.view(-1), residual.shape[1])
     launch = gemv(ctx.target, segments, given, glu=gate.kind if gate else "", residual=added)
     return append_launch(steps, launch, all(matrix.constant for matrix in matrices))
 
 
-def _in_8_bits(part: Part, ctx: Context) -> Q8Rows:
-    """A part's x in 8 bits: what its producer made, or memory for what a launch before makes."""
+def _int8(part: Part, matrices: Sequence[_Matrix], residual: torch.Tensor | None, ctx: Context) -> list[Step]:
+    """One launch of integers for up to three matrices of one type, or a gate and its up."""
+    steps: list[Step] = []
+    weights: list[Packed] = []
+    for matrix in matrices:
+        weight, made = ctx.packed(matrix.weight)
+        weights.append(weight)
+        steps += made
+    x, gate = _in_8_bits(part, steps, ctx), matrices[0].product.gate
+    outs = [matrix.out for matrix in matrices][: 1 if gate else None]
+    biases = [matrix.bias for matrix in matrices if matrix.bias is not None]
+    launch = int8_launch.product(weights, x, outs, ctx, biases, residual, gate)
+    return append_launch(steps, launch, all(matrix.constant for matrix in matrices))
+
+
+def _in_8_bits(part: Part, steps: list[Step], ctx: Context) -> Q8Rows:
+    """A part's x in 8 bits: what its producer made, or what a launch makes, which is added to the steps."""
     x = part.products[0].x
     if part.made is Made.BY_PRODUCER:
         return q8_in_place(x, ctx)
-    return q8_copy(made_by(x), ctx) if part.made is Made.IN_COPY else q8_scratch(x, ctx)
+    if part.made is Made.IN_COPY:
+        return q8_copy(made_by(x), ctx)
+    found = q8_scratch(x, ctx)
+    steps.append(quantize_rows(ctx.target, rows_of(ctx.view(x)), found))
+    return found
 
 
 def q8_scratch(x: Tensor, ctx: Context) -> Q8Rows:

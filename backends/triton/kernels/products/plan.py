@@ -28,7 +28,7 @@ from graphrt.backends.triton.kernels.products.gemm_small.arguments import MAX_SE
 from graphrt.backends.triton.kernels.products.gemv import MAX_ALONE, MAX_INLINE
 from graphrt.backends.triton.kernels.products.half import MAX_WHOLE_ROW
 from graphrt.backends.triton.kernels.products.product import PRODUCTS, Product, ProductGroup, products_of
-from graphrt.backends.triton.kernels.products.route import SMALL_MMA, Route, route_of
+from graphrt.backends.triton.kernels.products.route import OF_ONE_TYPE, Route, route_of
 from graphrt.op import made_by
 from graphrt.tensor import Tensor
 
@@ -139,7 +139,7 @@ def plan_group(group: ProductGroup, ctx: Context, plan: Plan) -> Planned:
         route = route_of(p, ctx)
         if route.kernel.name == "gemv":
             few.setdefault(p.is_packed, []).append((p, route))
-        elif route.kernel.name in SMALL_MMA:
+        elif route.kernel.name in OF_ONE_TYPE:
             some.setdefault((p.type, p.bias is not None), []).append((p, route))
         elif route.joined and rest:
             rest[0].append((p, route))

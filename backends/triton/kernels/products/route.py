@@ -5,9 +5,10 @@ The sentences of those before it are kept, for `graphrt explain`. Nothing here l
 the answer depends on is in the Product (product.py) and the Setting, so that plan.py, a backend without a graph
 (`rounds_activations`) and tests get the same one.
 
-Up to 8 tokens: gemv.py, gemv_heads.py and experts/gemv.py read each weight once a token and are bound by memory; packed
-weights are multiplied with activations rounded to 8 bits, which results that are to be exact forbid. Up to 64, on
-Hopper up to 256: gemm_small reads weights once for all tokens and multiplies in 16 bits. More: weights are dequantized
+One token: gemv.py, gemv_heads.py and experts/gemv.py are bound by memory; packed weights are multiplied with activations
+rounded to 8 bits, which results that are to be exact forbid. From 2 tokens to 16, gemm_small's int8.py multiplies the same
+integers on NVIDIA's matrix units; what it doesn't take is gemv's, up to 8 tokens. Up to 64, on Hopper up to 256,
+gemm_small reads weights once for all tokens and multiplies in 16 bits. More: weights are dequantized
 to scratch, then the vendor's product. Experts' pairs of token and expert count as tokens, and take kernels of their
 own, and so do the products that are gradients of others (Product.transposed): they add up over the rows of a weight.
 """
@@ -24,7 +25,7 @@ from graphrt.backends.triton.kernels.experts.gather import MAX_ROW
 from graphrt.backends.triton.kernels.products import fusions, gemv
 from graphrt.backends.triton.kernels.products.activations import GLU_KINDS, parts_of
 from graphrt.backends.triton.kernels.products.forms import Form
-from graphrt.backends.triton.kernels.products.gemm_small import mma_launch, wgmma_launch
+from graphrt.backends.triton.kernels.products.gemm_small import int8_launch, mma_launch, wgmma_launch
 from graphrt.backends.triton.kernels.products.gemm_small.arguments import STEP
 from graphrt.backends.triton.kernels.products.product import PLAIN, Product
 from graphrt.backends.triton.packing import packing_of
@@ -99,7 +100,11 @@ def _dp4a(p: Product) -> str:
     """How a kernel for few tokens multiplies."""
     if not p.is_packed:
         return "weights as they are"
-    return f"dp4a on activations rounded {'in two parts of' if parts_of(p.weight.ne[0]) == 2 else 'to'} 8 bits"
+    return f"dp4a on activations rounded {_rounding(p)}"
+
+
+def _rounding(p: Product) -> str:
+    return f"{'in two parts of' if parts_of(p.weight.ne[0]) == 2 else 'to'} 8 bits"
 
 
 def _up_to_8(p: Product) -> str:
@@ -180,6 +185,19 @@ def _gemv(p: Product, s: Setting) -> str | None:
     return _why_not_weights(p, s)
 
 
+def _int8(p: Product, s: Setting) -> str | None:
+    if not s.target.is_nvidia:
+        return "is NVIDIA's"
+    if p.is_packed and s.exact:
+        return _EXACT
+    found = _why_not_batch(p, int8_launch.MAX_TOKENS)
+    if found is None and p.broadcast.tokens < int8_launch.MIN_TOKENS:
+        return f"takes {int8_launch.MIN_TOKENS} tokens or more"
+    if found is None and int8_launch.config_for(s.target, p.type, p.broadcast.tokens, p.weight.ne[0]) is None:
+        return "finds too little shared memory for its buffers"
+    return found
+
+
 def _mma(p: Product, s: Setting) -> str | None:
     if not s.target.is_nvidia:
         return "is NVIDIA's"
@@ -190,7 +208,7 @@ def _mma(p: Product, s: Setting) -> str | None:
 
 
 def _why_not_batch(p: Product, most: int) -> str | None:
-    """What wgmma and mma have in common. most: tokens."""
+    """What int8, wgmma and mma have in common. most: tokens."""
     if not p.is_packed:
         return "takes packed weights"
     b = p.broadcast
@@ -277,6 +295,12 @@ EXPERT_KERNELS = (
 )  # fmt: skip
 KERNELS = (
     Kernel("gemv_heads", _gemv_heads, _as_is, _up_to_8),
+    Kernel(
+        "gemm_small_int8", _int8, _in_8_bits,
+        lambda p: f"it takes {int8_launch.MIN_TOKENS} to {int8_launch.MAX_TOKENS} on NVIDIA, integers on matrix units, "
+        f"activations rounded {_rounding(p)}",
+        lambda p: True,
+    ),
     Kernel("gemv", _gemv, _in_8_bits, _up_to_8, lambda p: True),
     Kernel(
         "gemm_small_wgmma", _wgmma, lambda p: Form.F16_ORDERED,
@@ -311,6 +335,8 @@ KERNELS = (
 )  # fmt: skip
 #: Those of mma_launch.py.
 SMALL_MMA = ("gemm_small_wgmma", "gemm_small_mma")
+#: Those that take several matrices in a launch, of one type.
+OF_ONE_TYPE = ("gemm_small_int8", *SMALL_MMA)
 
 
 def route_of(p: Product, s: Setting) -> Route:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from graphrt.backends.triton.kernels.products.activations import Q8Rows
 from graphrt.backends.triton.kernels.products.half import Activations, Gate
 from graphrt.backends.triton.packing import Packed, packing_of, whole_plane
 
@@ -44,17 +45,20 @@ def row_bytes(kind: str) -> int:
 
 
 def arguments(
-    weights: Sequence[Packed], x: Activations, outs: Sequence[torch.Tensor], biases: Sequence[torch.Tensor],
+    weights: Sequence[Packed], x: Activations | Q8Rows, outs: Sequence[torch.Tensor], biases: Sequence[torch.Tensor],
     residual: torch.Tensor | None, split: Split | None, steps: int,
 ) -> dict[str, Any]:  # fmt: skip
-    """All but x and what is fixed when a kernel is compiled. steps: of all of k. For what lacks stands outs[0]."""
+    """All but x's values and what is fixed when a kernel is compiled. steps: of all of k. For what lacks stands
+    outs[0]."""
     none = outs[0]
+    n = x.n if isinstance(x, Q8Rows) else x.rows
     args: dict[str, Any] = {
-        "p_factors": none if x.factors is None else x.factors,
         "p_residual": none if residual is None else residual, "p_parts": split.parts if split else none,
-        "p_counter": split.counter if split else none, "n": x.rows, "k": x.k, "n_splits": split.ranges if split else 1,
+        "p_counter": split.counter if split else none, "n": n, "k": x.k, "n_splits": split.ranges if split else 1,
         "steps_a_split": split.steps if split else steps,
     }  # fmt: skip
+    if isinstance(x, Activations):
+        args["p_factors"] = none if x.factors is None else x.factors
     for i in range(MAX_SEGMENTS):
         out = outs[min(i, len(outs) - 1)]
         args |= _segment(i, weights[min(i, len(weights) - 1)], out, biases[i] if i < len(biases) else none)

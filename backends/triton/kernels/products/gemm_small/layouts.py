@@ -36,18 +36,23 @@ def mma_layout(WK, WR):
 
 
 @gluon.constexpr_function
-def words_layout(WK, WR, ROWS, E):
-    """[WK, ROWS, 4, E]: lane 4g + c has E words, side by side, of group c of rows g, g + 8 of each 16 rows."""
-    regs = bits(3, 0, log2(E), 4) + bits(1, 3, 4, 4) + bits(1, 4 + log2(WR), log2(ROWS), 4)
-    lanes = bits(2, 0, 2, 4) + bits(1, 0, 3, 4)
+def words_layout(WK, WR, ROWS, E, BY_WORD=False):
+    """[WK, ROWS, 4, E]: lane 4g + c has E words, side by side, of group c of rows g, g + 8 of each 16 rows.
+
+    BY_WORD: of all groups word c, and of groups of eight words word 4 + c.
+    """
+    groups, words = bits(2, 0, 2, 4), bits(3, 0, 2, 4)
+    mine, across = (groups, words) if BY_WORD else (words, groups)
+    regs = mine + bits(3, 2, log2(E), 4) + bits(1, 3, 4, 4) + bits(1, 4 + log2(WR), log2(ROWS), 4)
+    lanes = across + bits(1, 0, 3, 4)
     warps = bits(1, 4, 4 + log2(WR), 4) + bits(0, 0, log2(WK), 4)
     return gl.DistributedLinearLayout(regs, lanes, warps, [], [WK, ROWS, 4, E])
 
 
 @gluon.constexpr_function
-def high_layout(WK, WR, ROWS):
+def high_layout(WK, WR, ROWS, BY_WORD=False):
     """[WK, ROWS, 4, 2, 2]: words_layout of four words, their number as two axes."""
-    words = words_layout(WK, WR, ROWS, 4)
+    words = words_layout(WK, WR, ROWS, 4, BY_WORD)
 
     def split(basis):
         return [*basis[:3], basis[3] >> 1, basis[3] & 1]
@@ -77,6 +82,20 @@ def pieces_shared(WK, N, E, V):
     for i in range(v, e):
         offsets.append([x + y for x, y in zip(bit(3, i, 4), bit(1, i - v, 4))])
     return gl.SharedLinearLayout(offsets + bits(1, 3, n, 4) + bits(0, 0, log2(WK), 4))
+
+
+@gluon.constexpr_function
+def turned_shared(WK, N, E):
+    """Shared memory of [WK, N, 4, E] words as words_layout reads it BY_WORD: eight rows' same 16 bytes at a time, which
+    lie in different banks, since a row's 16 bytes are turned against those of the rows before it. What pieces_copy's
+    lanes write at once does too."""
+    pieces = bits(3, 2, log2(E), 4) + bits(2, 0, 2, 4)
+    offsets = bits(3, 0, 2, 4) + pieces
+    for r in range(log2(N)):
+        i = r + len(pieces) - 3  # the first bits of the number of a row shorter than all banks say which banks
+        turned = pieces[i] if 0 <= i and r < 3 else [0, 0, 0, 0]
+        offsets.append([x + y for x, y in zip(bit(1, r, 4), turned)])
+    return gl.SharedLinearLayout(offsets + bits(0, 0, log2(WK), 4))
 
 
 @gluon.constexpr_function

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -76,12 +76,12 @@ def stage_bytes(kind: str, rows: int, tokens: int, wk: int) -> int:
     return wk * (rows * row_bytes(kind) + tokens * 2 * STEP)
 
 
-def fitted(config: BatchConfig, kind: str, n: int, shared_memory: int) -> BatchConfig | None:
+def fitted(config: BatchConfig, shared_memory: int, stage_bytes_of: Callable[[BatchConfig], int]) -> BatchConfig | None:
     """A config that shared memory has room for: with fewer programs at a time, fewer stages (two at least) or fewer
     warps, in this order. None: no way."""
     while True:
         room = (shared_memory - (config.per_sm - 1) * RESERVED) // config.per_sm
-        stages = room // stage_bytes(kind, config.rows, padded_tokens(n), config.wk)
+        stages = room // stage_bytes_of(config)
         if config.per_sm > 1 and stages < config.stages:
             config = replace(config, per_sm=1)
         elif stages >= 2:
@@ -94,7 +94,8 @@ def fitted(config: BatchConfig, kind: str, n: int, shared_memory: int) -> BatchC
 
 def config_for(target: Target, kind: str, n: int) -> BatchConfig | None:
     """The config for n tokens."""
-    return fitted(_CONFIGS[padded_tokens(n)], kind, n, target.shared_memory)
+    tokens = padded_tokens(n)
+    return fitted(_CONFIGS[tokens], target.shared_memory, lambda c: stage_bytes(kind, c.rows, tokens, c.wk))
 
 
 def has_whole_steps(kind: str, k: int) -> bool:
@@ -149,14 +150,14 @@ def product(
         config = config_for(ctx.target, kind, x.rows)
     assert config is not None
     tiles = tiles_of(weights, config.rows, gate)
-    split = _split(tiles, splits_of(ctx.target, config, tiles, x.k), config, padded_tokens(x.rows), ctx)
+    split = split_of(tiles, splits_of(ctx.target, config, tiles, x.k), config, padded_tokens(x.rows), ctx)
     if isinstance(config, HopperConfig):
         tokens = padded_tokens(x.rows)
         return wgmma_launch.launch(ctx.target, weights, x, outs, config, tokens, biases, residual, gate, split)
     return launch(ctx.target, weights, x, outs, config, biases, residual, gate, split)
 
 
-def _split(
+def split_of(
     tiles: int, ranges: tuple[int, int], config: BatchConfig | HopperConfig, tokens: int, ctx: Context
 ) -> Split | None:
     """Memory for the parts of tiles and a counter for each warpgroup's, if there is more than one range."""

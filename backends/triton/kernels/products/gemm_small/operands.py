@@ -214,12 +214,16 @@ def halves_of(rings, slot, KIND: gl.constexpr, WR: gl.constexpr, PAIRS: gl.const
 
 
 @gluon.jit
-def step_scales(rings, slot, step, first_row, left, k, KIND: gl.constexpr, WR: gl.constexpr, PAIR: gl.constexpr):
-    """(integers of the plane of scales, supers) of a step's groups, each [WK, ROWS, 4]."""
+def step_scales(
+    rings, slot, step, first_row, left, k, KIND: gl.constexpr, WR: gl.constexpr, PAIR: gl.constexpr,
+    BY_WORD: gl.constexpr = False,
+):  # fmt: skip
+    """(integers of the plane of scales, supers) of a step's groups, each [WK, ROWS, 4], in words_layout()'s lanes.
+    Supers are [WK, ROWS, 1], d lowest; for types without them stand scales."""
     quants, high, scales, supers = rings
     WK: gl.constexpr = quants.shape[1]
     ROWS: gl.constexpr = quants.shape[2]
-    L: gl.constexpr = gl.SliceLayout(3, words_layout(WK, WR, ROWS, 4))
+    L: gl.constexpr = gl.SliceLayout(3, words_layout(WK, WR, ROWS, 4, BY_WORD))
     found = scales.index(slot).load(L)
     su = found
     if has_supers(KIND):

@@ -14,14 +14,18 @@ from graphrt.backends.triton.kernels.products.gemm_small.layouts import (
     rows_copy,
     rows_shared,
     scale_type,
+    turned_shared,
 )
 
 
 @gluon.jit
-def allocate_codes(KIND: gl.constexpr, ROWS: gl.constexpr, WK: gl.constexpr, STAGES: gl.constexpr):
-    """Rings of (quants, high); quants stand for what a type lacks."""
+def allocate_codes(
+    KIND: gl.constexpr, ROWS: gl.constexpr, WK: gl.constexpr, STAGES: gl.constexpr, BY_WORD: gl.constexpr = False
+):  # fmt: skip
+    """Rings of (quants, high); quants stand for what a type lacks. BY_WORD: as words_layout has it."""
     E: gl.constexpr = code_bits(KIND)
-    quants = gl.allocate_shared_memory(gl.int32, [STAGES, WK, ROWS, 4, E], pieces_shared(WK, ROWS, E, 4))
+    L: gl.constexpr = turned_shared(WK, ROWS, E) if BY_WORD else pieces_shared(WK, ROWS, E, 4)
+    quants = gl.allocate_shared_memory(gl.int32, [STAGES, WK, ROWS, 4, E], L)
     high = quants
     if high_bits(KIND) > 0:
         H: gl.constexpr = high_bits(KIND)
@@ -30,9 +34,11 @@ def allocate_codes(KIND: gl.constexpr, ROWS: gl.constexpr, WK: gl.constexpr, STA
 
 
 @gluon.jit
-def allocate_planes(KIND: gl.constexpr, ROWS: gl.constexpr, WK: gl.constexpr, STAGES: gl.constexpr):
+def allocate_planes(
+    KIND: gl.constexpr, ROWS: gl.constexpr, WK: gl.constexpr, STAGES: gl.constexpr, BY_WORD: gl.constexpr = False
+):  # fmt: skip
     """Rings of (quants, high, scales, supers); quants stand for what a type lacks."""
-    quants, high = allocate_codes(KIND, ROWS, WK, STAGES)
+    quants, high = allocate_codes(KIND, ROWS, WK, STAGES, BY_WORD)
     supers = quants
     scales = gl.allocate_shared_memory(scale_type(KIND), [STAGES, WK, ROWS, 4], rows_shared([WK, ROWS, 4]))
     if has_supers(KIND):
