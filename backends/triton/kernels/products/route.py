@@ -5,12 +5,13 @@ The sentences of those before it are kept, for `graphrt explain`. Nothing here l
 the answer depends on is in the Product (product.py) and the Setting, so that plan.py, a backend without a graph
 (`rounds_activations`) and tests get the same one.
 
-One token: gemv.py, gemv_heads.py and experts/gemv.py are bound by memory; packed weights are multiplied with activations
-rounded to 8 bits, which results that are to be exact forbid. From 2 tokens to 16, gemm_small's int8.py multiplies the same
-integers on NVIDIA's matrix units; what it doesn't take is gemv's, up to 8 tokens. Up to 64, on Hopper up to 256,
-gemm_small reads weights once for all tokens and multiplies in 16 bits. More: weights are dequantized
-to scratch, then the vendor's product. Experts' pairs of token and expert count as tokens, and take kernels of their
-own, and so do the products that are gradients of others (Product.transposed): they add up over the rows of a weight.
+One token: gemv.py, gemv_heads.py and experts/gemv.py are bound by memory; packed weights are multiplied with
+activations rounded to 8 bits, which results that are to be exact forbid. From 2 tokens to 16, gemm_small's int8.py
+multiplies the same integers on NVIDIA's matrix units; what it doesn't take is gemv's, up to 8 tokens. Up to 64, on
+Hopper up to 256, gemm_small's others read weights once for all tokens and multiply in 16 bits. More: weights are
+dequantized to scratch, then the vendor's product. Experts' pairs of token and expert count as tokens, and take kernels
+of their own, and so do the products that are gradients of others (Product.transposed): they add up over the rows of a
+weight.
 """
 
 from __future__ import annotations

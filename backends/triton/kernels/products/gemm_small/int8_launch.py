@@ -32,10 +32,8 @@ from graphrt.backends.triton.packing import Packed, packing_of
 #: Tokens that it takes: one is gemv.py's, of more f16 in wgmma.py costs less.
 MIN_TOKENS, MAX_TOKENS = 2, 16
 
-#: By tokens of a tile.
-_CONFIGS = {
-    8: BatchConfig(128, 2, 8, 4, early=2, per_sm=2), 16: BatchConfig(128, 2, 8, 4, early=2, per_sm=2),
-}  # fmt: skip
+#: By tokens of a tile: 16 leave registers for 16 rows a warp.
+_CONFIGS = {8: BatchConfig(128, 2, 8, 3, per_sm=2), 16: BatchConfig(64, 2, 8, 3, per_sm=2)}
 
 
 def tile_tokens(n: int) -> int:
