@@ -131,11 +131,7 @@ def follow(ranks: Ranks, model: Model, session: Session) -> None:
         turn: Turn | None = ranks.told(None)
         if turn is None:
             return
-        if turn.digest != digest_of(session):
-            raise RankError(
-                f"all ranks must hold the same tokens, rank {ranks.rank} holds others than the first one; this is a "
-                f"bug: report it, with what was typed"
-            )
+        ranks.check_alike(turn.digest, digest_of(session), "hold", "tokens", "what was typed")
         if turn.text is not None:
             reader.begin(*turn.text)
         _, tokens = reader.behind(turn.tokens, turn.most)

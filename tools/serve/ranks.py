@@ -109,11 +109,7 @@ def follow(
         turn: Turn | None = ranks.told(None)
         if turn is None:
             return
-        if turn.digest != digest_of(scheduler):
-            raise RankError(
-                f"all ranks must make the same texts, rank {ranks.rank} makes others than the first one; this is a "
-                f"bug: report it, with what was asked for"
-            )
+        ranks.check_alike(turn.digest, digest_of(scheduler), "make", "texts", "what was asked for")
         if turn.embedded is not None:
             with _refused():
                 embed(turn.embedded)
