@@ -4,6 +4,9 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
+# Compiled Python is kept, whatever the environment says: tests start hundreds of processes that would compile it anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: run test wide aot lint types mutants fuzz soak pictures reference clean
 
 run: $(READY)
@@ -15,14 +18,19 @@ test: export OMP_WAIT_POLICY = passive
 test: $(READY)
 	$(BIN)/python -m pytest -n auto --dist worksteal -m "not aot and not wide"
 
+# Which of `wide` and `aot` run: 1/3 has of every three cases the second, nothing has all.
+SHARE ?=
+
 # The other cases of tests/support/wide.py: kernels over more shapes, types and models, in the interpreter and emulators.
 wide: export OMP_WAIT_POLICY = passive
+wide: export GRAPHRT_SHARE = $(SHARE)
 wide: $(READY)
 	$(BIN)/python -m pytest -n auto --dist worksteal -m wide
 
 # Every kernel and configuration for sm_80, sm_90, sm_100 and gfx942: spills, shared memory, NaN, barriers, declared accesses.
+aot: export GRAPHRT_SHARE = $(SHARE)
 aot: $(READY)
-	$(BIN)/python -m pytest -n auto --dist worksteal -m aot
+	$(BIN)/python -m pytest -n auto --dist worksteal -m aot tests/backends/triton/test_triton_aot.py
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -58,8 +58,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m picks by markers
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     wide.mark(items)
+    config.hook.pytest_deselected(items=wide.share(items))
 
 
 @pytest.hookimpl(wrapper=True)

@@ -5,7 +5,7 @@ line a compiled kernel: what it was compiled for, shared memory, registers, spil
 multiprocessor holds and how many a table says, and what it does to memory that its
 declaration (backends/triton/accesses.py) does not have. `aot.py ARCH 0/3` compiles the first
 of every three, `aot.py ARCH 0/1 WORD` those whose names have a word, and `aot.py ARCH list` prints the names of the
-functions that it would compile.
+functions that it would compile. GRAPHRT_SHARE=k/n leaves of the rows a part (shared_out).
 """
 
 from __future__ import annotations
@@ -64,6 +64,7 @@ from support.aot_arch import target_of
 from support.aot_barriers import reused_barriers
 from support.aot_minima import plain_minima
 from support.kernel_accesses import differences
+from support.wide import shares
 
 COMPILE_ALL = os.environ.get("GRAPHRT_AOT") == "all"
 BIN = Path(triton.__file__).parent / "backends/nvidia/bin"
@@ -482,6 +483,18 @@ def other_ops(arch: str) -> Iterator[tuple[str, Callable[[], list[Launch]]]]:
                 yield name, lambda launch=Launch(kernel, (1,), args, options): [launch]
 
 
+def shared_out(arch: str) -> Iterator[tuple[str, Callable[[], list[Launch]]]]:
+    """What GRAPHRT_SHARE=k/n leaves of launches_of(arch): of the rows that launch the same kernels the first, so that
+    every kernel is compiled whatever k is, and the k-th of every n."""
+    k, n = shares(os.environ.get("GRAPHRT_SHARE") or "0/1")
+    seen: Counter[tuple[str, ...]] = Counter()
+    for name, make in launches_of(arch):
+        group = tuple(launch.kernel.__name__ for launch in make()) if n > 1 else ()
+        if n == 1 or not seen[group] or seen[group] % n == k % n:
+            yield name, make
+        seen[group] += 1
+
+
 def table_says(arch: str, name: str, launch: Launch) -> int | None:
     """Programs that a table of attention's configurations says a multiprocessor holds of a launch's kernel."""
     if launch.name.startswith("flash_attn_decode") and "passes" not in launch.name:
@@ -496,10 +509,10 @@ def table_says(arch: str, name: str, launch: Launch) -> int | None:
 def main() -> None:
     arch, which, wanted = [*sys.argv[1:], *["0/1", ""][len(sys.argv) - 2 :]]
     if which == "list":
-        print("\n".join(sorted({launch.kernel.__name__ for _, make in launches_of(arch) for launch in make()})))
+        print("\n".join(sorted({launch.kernel.__name__ for _, make in shared_out(arch) for launch in make()})))
         return
     part, parts = (int(n) for n in which.split("/"))
-    for i, (name, make) in enumerate(launches_of(arch)):
+    for i, (name, make) in enumerate(shared_out(arch)):
         if i % parts == part and wanted in name:
             for launch in make():
                 kernel = compiled(launch, arch)

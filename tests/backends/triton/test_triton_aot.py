@@ -1,4 +1,5 @@
-"""Kernels compile for GPUs, without one: for sm_90 in most forms, elsewhere each in some (GRAPHRT_AOT=all: in all).
+"""Kernels compile for GPUs, without one: for sm_90 in most forms, elsewhere each in some (GRAPHRT_AOT=all: in all;
+GRAPHRT_SHARE=1/3: every kernel, and a third of its forms).
 
 No spills in loops, memory fits, no register is read unset, no wgmma waits for the one before it, no barrier's memory is
 used for anything else, no minimum or maximum loses a NaN where aot_minima.py doesn't say why it may; and each kernel
@@ -28,7 +29,7 @@ from graphrt.backends.triton.kernels.flash_attn.score_code import HELPERS
 
 #: Seconds for the kernels of one part; all of them take hours.
 LIMIT = None if os.environ.get("GRAPHRT_AOT") == "all" else 1500
-PARTS = [(arch, f"{i}/{n}") for arch in ARCHS for n in [6 if arch == "sm_90" else 2] for i in range(n)]
+PARTS = [(arch, f"{i}/{n}") for arch in ARCHS for n in [4 if arch == "sm_90" else 1] for i in range(n)]
 #: Kernels that spill in a loop and are kept: parts of their names, and why.
 SPILLING = {
     ("gfx942", "(512, 512)", "'f32'"): "the sums alone fill the registers",
@@ -126,7 +127,7 @@ def test_kernels_compile(arch: str, part: str, shared: Path) -> None:
     note.with_suffix(".part").write_text(json.dumps(places), encoding="utf-8")
     note.with_suffix(".part").rename(note)
     notes = [p for p in shared.iterdir() if not p.suffix]
-    if len(notes) == len(PARTS):
+    if len(notes) == len(PARTS) and not os.environ.get("GRAPHRT_SHARE"):
         needed = {place for p in notes for place in json.loads(p.read_text(encoding="utf-8"))}
         assert needed == set(PLAIN), f"no kernel has a plain minimum there: {sorted(set(PLAIN) - needed)}"
 
@@ -212,8 +213,12 @@ def test_a_minimum_has_its_place() -> None:
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-def test_no_kernel_is_missing(arch: str) -> None:
-    """A kernel is a function of triton.jit or gluon.jit that none of these functions names, nor a score function."""
+def test_no_kernel_is_missing(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel is a function of triton.jit or gluon.jit that none of these functions names, nor a score function.
+
+    Each is in the share of any day.
+    """
+    monkeypatch.setenv("GRAPHRT_SHARE", "7/8")
     jitted, named = set[str](), set(HELPERS)
     for path in KERNELS.rglob("*.py"):
         for f in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
