@@ -343,10 +343,9 @@ class PagePool:
         return page
 
     def forget(self) -> None:
-        """Empties the tree of all that no sequence uses. Free pages are then given out in the order of a new pool's."""
+        """Empties the tree of all that no sequence uses."""
         for kind, pages in self.kinds.items():
             while pages.idle:
                 page, _ = pages.idle.popitem(last=False)
                 pages.free.append(page)
                 pages.kept.pop(page).lose(kind)
-            pages.free.sort(reverse=True)

@@ -28,7 +28,7 @@ from graphrt.models.ranks.drafts import FirstRanksDrafts
 from graphrt.models.sampling_params import SamplerParams
 from graphrt.ranks import Ranks
 from graphrt.tools.cli import verb_parser
-from graphrt.tools.serve import ranks as serve_ranks
+from graphrt.tools.common import load_model
 from graphrt.tools.serve.ranks import Leader, Turn, follow
 from graphrt.tools.serve.scheduler import Scheduler, Text
 from graphrt.tools.verbs import serve
@@ -36,10 +36,10 @@ from graphrt.tools.verbs import serve
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="/proc tells what a process has")
 
 TEXTS = "/v1/completions"
-GREEDY = {"prompt": "hello the sea", "max_tokens": 12, "temperature": 0, "ignore_eos": True}
+GREEDY: dict[str, Any] = {"prompt": "hello the sea", "max_tokens": 12, "temperature": 0, "ignore_eos": True}
 DRAWN = GREEDY | {"temperature": 1, "n": 3}
 #: Three pages of a prompt, and a text that says what it has said: guesses of it are made.
-REPEATING = {"prompt": [5 + i % 50 for i in range(200)], "max_tokens": 40, "temperature": 0}
+REPEATING: dict[str, Any] = {"prompt": [5 + i % 50 for i in range(200)], "max_tokens": 40, "temperature": 0}
 #: Seconds in which ranks start again, far more than it takes.
 AGAIN = 240
 
@@ -173,7 +173,7 @@ def test_ranks_make_the_same_steps(tmp_path: Path, tiny: Path, monkeypatch: pyte
         for most, scales in ((None, (0.0,)), (None, (1.0,)), (0, (0.0,)))
     ]
     ticks = iter(range(10**6))
-    monkeypatch.setattr(serve_ranks.time, "perf_counter", lambda: float(next(ticks)))
+    monkeypatch.setattr("graphrt.tools.serve.ranks.time.perf_counter", lambda: float(next(ticks)))
     commands = [(scheduler.add, text) for text in texts]
     while commands or not scheduler.is_idle:
         leader.tell(commands)
@@ -187,7 +187,12 @@ def test_ranks_make_the_same_steps(tmp_path: Path, tiny: Path, monkeypatch: pyte
 
     model, other = scheduler_of_rank(args, Noted(1, 2, said))
     added: list[Text] = []
-    monkeypatch.setattr(other, "add", lambda text: (added.append(text), Scheduler.add(other, text)))
+
+    def add(text: Text) -> None:
+        added.append(text)
+        Scheduler.add(other, text)
+
+    monkeypatch.setattr(other, "add", add)
     assert other.pace is not None
     other.pace.clock = lambda: -(2.0 ** -len(said))
     follow(Noted(1, 2, said), model, other, lambda ids: [])
@@ -196,7 +201,7 @@ def test_ranks_make_the_same_steps(tmp_path: Path, tiny: Path, monkeypatch: pyte
 
 
 def scheduler_of_rank(args: argparse.Namespace, ranks: Ranks) -> tuple[Model, Scheduler]:
-    model = serve.load_model(args, exact=False)
+    model = load_model(args, exact=False)
     model.ranks = ranks
     scheduler = serve.scheduler_of(model, args)
     assert scheduler is not None
