@@ -193,6 +193,7 @@ def test_ranks_make_the_same_steps(tmp_path: Path, tiny: Path, monkeypatch: pyte
         Scheduler.add(other, text)
 
     monkeypatch.setattr(other, "add", add)
+    assert isinstance(other.drafter, FirstRanksDrafts) and other.drafter.drafter is None, "the first rank has it"
     assert other.pace is not None
     other.pace.clock = lambda: -(2.0 ** -len(said))
     follow(Noted(1, 2, said), model, other, lambda ids: [])
@@ -218,6 +219,13 @@ def test_where_the_first_rank_can_not_guess_no_rank_waits() -> None:
         with pytest.raises(SessionError, match=refused):
             FirstRanksDrafts(Noted(rank, 2, said), None if rank else drafter).draft({})
     assert not said
+
+
+def test_ranks_warm_up_for_as_long_as_the_first_one() -> None:
+    said: list[Any] = []
+    first = serve.clock_of(Noted(0, 2, said))()
+    assert first > 0 and serve.clock_of(Noted(1, 2, said))() == first
+    assert serve.clock_of(None) is time.monotonic
 
 
 class Told(Ranks):
