@@ -124,15 +124,6 @@ class Ranks:
             dist.broadcast_object_list(box, src=0, group=self.group)
         return box[0]
 
-    def check_alike(self, said: int, own: int, verb: str, things: str, report: str) -> None:
-        """Holds this rank's digest of what it does against the first one's. verb, things: what ranks do alike; report:
-        what a report of the bug has to say. Raises RankError where they differ."""
-        if said != own:
-            raise RankError(
-                f"all ranks must {verb} the same {things}, rank {self.rank} {verb}s others than the first one; this is "
-                f"a bug: report it, with {report}"
-            )
-
     def everyones(self, value: Any) -> list[Any]:
         """What each rank says, on every rank. Raises RankError."""
         import torch.distributed as dist

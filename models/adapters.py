@@ -22,16 +22,18 @@ from graphrt.backend import Backend, Usage
 from graphrt.errors import SessionError
 from graphrt.models.gguf import GGUFFile
 from graphrt.models.step import AnyInputs
-from graphrt.models.weights import Weights
+from graphrt.models.weights import Weights, fingerprint
 from graphrt.op import build, op_spec
 from graphrt.ops.recompute import post_order
 from graphrt.printing import brief, brief_name
 from graphrt.tensor import Tensor, new_tensor
 
 F32 = npt.NDArray[np.float32]
+#: Reads what there is to be had of A and B of a matrix, by the matrix's name; None where nothing is.
+Reads = Callable[[GGUFFile, str], tuple[F32, F32] | None]
 #: R is a multiple of this: rows and columns of nobody are 0.
 _WHOLE = 16
-_SIDES = ".lora_a", ".lora_b"
+SIDES = ".lora_a", ".lora_b"
 #: Matrices in an error.
 _MAX_NAMED = 8
 
@@ -39,7 +41,8 @@ _MAX_NAMED = 8
 @dataclass(frozen=True)
 class AdapterFile:
     """One that was read. name: what it is called; rank: the largest of its matrices'; pairs: by the name of a weight
-    [k, m], (a, f32 [rank, k]; b, f32 [m, rank], times alpha / rank); fingerprint: 32 bytes that tell it from others."""
+    [k, m], (a, f32 [rank, k]; b, f32 [m, rank], times alpha / rank), or of what was read of them; fingerprint: 32 bytes
+    that tell it from others."""
 
     name: str
     rank: int
@@ -47,8 +50,14 @@ class AdapterFile:
     fingerprint: bytes
 
 
-def read_adapter(path: Path, name: str, arch: str, weights: Weights) -> AdapterFile:
-    """A GGUF file of an adapter, as llama.cpp's convert_lora_to_gguf.py and our training write it.
+def both_sides(file: GGUFFile, stem: str) -> tuple[F32, F32]:
+    """All of A and B of a matrix."""
+    return file.dequantize(stem + SIDES[0]), file.dequantize(stem + SIDES[1])
+
+
+def read_adapter(path: Path, name: str, arch: str, weights: Weights, reads: Reads = both_sides) -> AdapterFile:
+    """A GGUF file of an adapter, as llama.cpp's convert_lora_to_gguf.py and our training write it. weights: of the
+    model; reads: what is read of it.
 
     Raises GGUFError for a file that can't be read, SessionError for one that is no LoRA adapter, or of another model.
     """
@@ -63,24 +72,32 @@ def read_adapter(path: Path, name: str, arch: str, weights: Weights) -> AdapterF
         alpha = file.get("adapter.lora.alpha", float)
         if not math.isfinite(alpha):
             raise _refused(name, f"have an alpha that is a number, it has {alpha}", "convert it again")
-        stems = {tensor.removesuffix(side) for tensor in file.tensors for side in _SIDES if tensor.endswith(side)}
-        others = set(file.tensors) - {stem + side for stem in stems for side in _SIDES}
+        stems = {tensor.removesuffix(side) for tensor in file.tensors for side in SIDES if tensor.endswith(side)}
+        others = set(file.tensors) - {stem + side for stem in stems for side in SIDES}
         if others or not stems:
             first = brief_name(min(others)) if others else "none at all"
             raise _refused(name, f"have tensors named .lora_a and .lora_b alone, it has {first}", "use another one")
-        pairs, digest = dict[str, tuple[F32, F32]](), hashlib.sha256(repr(alpha).encode())
+        pairs, most = dict[str, tuple[F32, F32]](), 0
         for stem in sorted(stems):
-            a, b = pairs[stem] = _pair(file, name, stem, alpha, weights)
-            digest.update(stem.encode("utf-8", "surrogateescape") + a.tobytes() + b.tobytes())
-    return AdapterFile(name, max(len(a) for a, _ in pairs.values()), pairs, digest.digest())
+            rank = _rank(file, name, stem, weights)
+            most = max(most, rank)
+            found = reads(file, stem)
+            if found is not None:
+                if not all(np.isfinite(side).all() for side in found):
+                    raise _refused(name, f"have numbers, its {brief_name(stem)} has a NaN or an infinity", "convert it "
+                                   "again")  # fmt: skip
+                # an alpha of 0 is none, as llama.cpp has it
+                pairs[stem] = found[0], found[1] * np.float32(alpha / rank if alpha else 1.0)
+        digest = hashlib.sha256(repr(alpha).encode() + fingerprint(file)).digest()
+    return AdapterFile(name, most, pairs, digest)
 
 
-def _pair(file: GGUFFile, name: str, stem: str, alpha: float, weights: Weights) -> tuple[F32, F32]:
-    """(a [rank, k], b [m, rank] scaled) of one matrix."""
-    sides = [file.tensors.get(stem + side) for side in _SIDES]
+def _rank(file: GGUFFile, name: str, stem: str, weights: Weights) -> int:
+    """Of one matrix, whose sides must fit the model's. Raises SessionError."""
+    sides = [file.tensors.get(stem + side) for side in SIDES]
     a, b = sides
     if a is None or b is None:
-        there, lacks = _SIDES if b is None else _SIDES[::-1]
+        there, lacks = SIDES if b is None else SIDES[::-1]
         raise _refused(name, f"have both sides of a matrix, it has {brief_name(stem + there)} alone", f"add {lacks}")
     weight = weights.loaded.get(stem)
     if weight is None or weight.n_dims != 2:
@@ -89,11 +106,7 @@ def _pair(file: GGUFFile, name: str, stem: str, alpha: float, weights: Weights) 
     if a.ne != (k, rank) or b.ne != (rank, m):
         raise _refused(name, f"have sides of the shapes [{k}, rank] and [rank, {m}] for {stem}, it has {list(a.ne)} "
                        f"and {list(b.ne)}", "use one that was made for this model")  # fmt: skip
-    low, high = file.dequantize(stem + _SIDES[0]), file.dequantize(stem + _SIDES[1])
-    if not (np.isfinite(low).all() and np.isfinite(high).all()):
-        raise _refused(name, f"have numbers, its {brief_name(stem)} has a NaN or an infinity", "convert it again")
-    # an alpha of 0 is none, as llama.cpp has it
-    return low, high * np.float32(alpha / rank if alpha else 1.0)
+    return rank
 
 
 def _refused(name: str, must: str, then: str) -> SessionError:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from graphrt.errors import CacheFullError, SessionError
 from graphrt.models.continuous_batch import ContinuousBatch
 from graphrt.models.engine_paged import PagedEngine
-from graphrt.models.guesses import Guesser
+from graphrt.models.guesses import Drafts, Guesser
 from graphrt.models.tokenizer import Tokenizer
 
 #: Tokens that one vocabulary may have more at its end: models of a family pad theirs differently.
@@ -88,9 +88,9 @@ class DraftedText(Guesser):
     """Guesses of one text, by a drafter. seq: the number of its sequence; ids: its tokens so far; most: tokens of a
     guess. drafted, at: what was guessed last, and behind how many tokens."""
 
-    def __init__(self, drafter: Drafter, seq: int, ids: Iterable[int], most: int) -> None:
+    def __init__(self, drafter: Drafts, seq: int, ids: Iterable[int], most: int) -> None:
         super().__init__(most)
-        self.drafter: Drafter = drafter
+        self.drafter: Drafts = drafter
         self.seq, self.ids = seq, list(ids)
         self.drafted: list[int] = []
         self.at = 0

@@ -200,9 +200,9 @@ class GGUFFile:
         view = np.frombuffer(self._buffers[info.part], np.uint8, last - first, info.offset + first)
         return gguf_blocks.swapped(view, info.dtype)[start - first : stop - first]
 
-    def dequantize(self, name: str) -> NDArray[np.float32]:
-        """The tensor in float32, of shape `ne` reversed (torch's order). Raises GGUFError for the types that the gguf
-        package can't turn into floats."""
+    def dequantize(self, name: str, part: NDArray[np.uint8] | None = None) -> NDArray[np.float32]:
+        """The tensor in float32, of shape `ne` reversed (torch's order), or a part of it: rows of as many bytes each,
+        uint8 [n, bytes]. Raises GGUFError for the types that the gguf package can't turn into floats."""
         import gguf  # 0.1 s, and only this method needs it
 
         info = self._info(name)
@@ -215,7 +215,11 @@ class GGUFFile:
         shape = info.ne[::-1]
         if info.nbytes == 0:
             return np.empty(shape, np.float32)
-        rows = self.data(name).reshape(*shape[:-1], info.dtype.row_size(info.ne[0]))
+        if part is None:
+            rows = self.data(name).reshape(*shape[:-1], info.dtype.row_size(info.ne[0]))
+        else:
+            rows = part
+            shape = len(part), part.shape[1] // info.dtype.type_size * info.dtype.block_size
         with np.errstate(all="ignore"):  # damaged scales give NaN or Inf: check_tensors() tells
             values = gguf.quants.dequantize(rows, gguf.GGMLQuantizationType(info.dtype.id))
         return np.asarray(values, np.float32).reshape(shape)

@@ -69,9 +69,10 @@ class Guesser(ABC):
 
 
 class Drafts(Protocol):
-    """Makes guesses of several texts in one go: at most so many tokens of each."""
+    """Makes guesses of several texts in one go: at most so many tokens of each. leave: a text has ended."""
 
     def draft(self, asked: Any, /) -> dict[Any, list[int]]: ...
+    def leave(self, text: Any, /) -> None: ...
 
 
 def guesses(asked: Mapping[Guesser, int]) -> dict[Guesser, list[int]]:

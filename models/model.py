@@ -34,7 +34,7 @@ from graphrt.models.gguf import GGUFFile
 from graphrt.models.grammar import GrammarVocab
 from graphrt.models.hparams import Keys
 from graphrt.models.placement import for_weights
-from graphrt.models.ranks.adapters import WholeShapes, check_adapters, use_adapters
+from graphrt.models.ranks.adapters import use_adapters
 from graphrt.models.ranks.network import network_of
 from graphrt.models.ranks.played import PlayedDecoder
 from graphrt.models.rope_options import RopeOptions
@@ -118,17 +118,13 @@ class Model:
         others."""
         if self.decoder.adapters is not None or not given:
             raise SessionError(f"adapters are loaded once, all of them, got {'more' if given else 'none'}")
-        arch, weights = self.decoder.hp.arch, self.weights
-        is_cut = self.decoder.share is not None or isinstance(self.decoder, PlayedDecoder)
-        whole = WholeShapes(weights) if is_cut else weights
-        files = [read_adapter(Path(path), name, arch, whole) for name, path in given.items()]
-        if self.ranks is not None:
-            check_adapters(self.ranks, files, scales)
-        home, amounts = for_weights(self.backends), list(scales) or [1.0] * len(files)
-        if is_cut:
-            use_adapters(self.decoder, files, amounts, home)
-        else:
-            self.decoder.adapters = Adapters(files, amounts, weights, home)
+        home, amounts = for_weights(self.backends), list(scales) or [1.0] * len(given)
+        paths = {name: Path(path) for name, path in given.items()}
+        if self.decoder.share is not None or isinstance(self.decoder, PlayedDecoder):
+            use_adapters(self.decoder, paths, amounts, home, self.ranks)
+            return
+        files = [read_adapter(path, name, self.decoder.hp.arch, self.weights) for name, path in paths.items()]
+        self.decoder.adapters = Adapters(files, amounts, self.weights, home)
 
     @cached_property
     def tokenizer(self) -> Tokenizer:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import hashlib
 import struct
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
@@ -47,11 +47,12 @@ class Saved(NamedTuple):
     key: bytes
 
 
-def save_prefixes(engine: PagedEngine, path: Path, most: int) -> int:
+def save_prefixes(engine: PagedEngine, path: Path, most: int, costs: Mapping[str, int] | None = None) -> int:
     """Writes what an engine's tree has, of what was used last as much as fits `most` bytes of rows; gives how many
-    tokens that is. Raises SessionError where the file can't be written."""
+    tokens that is. costs: bytes that a page of each kind counts as, page_bytes() unless given. Raises SessionError
+    where the file can't be written."""
     with engine.alone():
-        nodes = _latest(engine, most)
+        nodes = _latest(engine.cache.pool, most, costs or page_bytes(engine))
         try:
             private_files.write(path, with_check(_pieces(engine, nodes)))
         except (OSError, ValueError) as error:  # ValueError: a path with a NUL
@@ -98,21 +99,22 @@ def _common(engine: PagedEngine) -> bytes:
     return hashlib.sha256(fingerprint(engine.decoder, b"") + repr(said).encode()).digest()
 
 
-def _page_bytes(engine: PagedEngine, kind: str) -> int:
-    return sum(leaf.nb[1] for leaf in engine.cache.leafs(kind)) * engine.cache.sizes.page
+def page_bytes(engine: PagedEngine) -> dict[str, int]:
+    """By kind of cells, the bytes of a page's rows."""
+    cache = engine.cache
+    return {kind: sum(leaf.nb[1] for leaf in cache.leafs(kind)) * cache.sizes.page for kind in cache.pool.kinds}
 
 
 # ---- writing ----
 
 
-def _latest(engine: PagedEngine, most: int) -> list[Node]:
+def _latest(pool: PagePool, most: int, costs: Mapping[str, int]) -> list[Node]:
     """The nodes to be kept, each after its parent."""
-    pool, found = engine.cache.pool, dict[int, Node]()
-    nbytes = {kind: _page_bytes(engine, kind) for kind in pool.kinds}
+    found = dict[int, Node]()
     for node in _by_use(pool):
         chain = [each for each in _above(node) if id(each) not in found]
         whole = all(each.pages or each.parent is pool.root for each in chain)
-        cost = sum(nbytes[kind] for each in chain for kind in each.pages)
+        cost = sum(costs[kind] for each in chain for kind in each.pages)
         if whole and cost <= most:
             found |= {id(each): each for each in reversed(chain)}
             most -= cost

@@ -123,19 +123,24 @@ class Weights:
 
     @cached_property
     def fingerprint(self) -> bytes:
-        """32 bytes that tell files apart: of all names, types and shapes, and of three places in each tensor's data."""
-        digest = hashlib.sha256()
-        for name, info in sorted(self.file.tensors.items()):
-            digest.update(repr((name, info.dtype.id, info.ne)).encode("utf-8", "surrogateescape"))
-            for start in (0, info.nbytes // 2, max(0, info.nbytes - SAMPLED)):
-                stop = min(start + SAMPLED, info.nbytes)
-                digest.update(self.file.span(name, start, stop).tobytes())
-        return digest.digest()
+        """32 bytes that tell files apart."""
+        return fingerprint(self.file)
 
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors that were asked for."""
         return sum(t.nbytes for t in self.loaded.values())
+
+
+def fingerprint(file: GGUFFile) -> bytes:
+    """32 bytes that tell files apart: of all names, types and shapes, and of three places in each tensor's data."""
+    digest = hashlib.sha256()
+    for name, info in sorted(file.tensors.items()):
+        digest.update(repr((name, info.dtype.id, info.ne)).encode("utf-8", "surrogateescape"))
+        for start in (0, info.nbytes // 2, max(0, info.nbytes - SAMPLED)):
+            stop = min(start + SAMPLED, info.nbytes)
+            digest.update(file.span(name, start, stop).tobytes())
+    return digest.digest()
 
 
 def _of_unknown(unknown: list[str]) -> str:

@@ -23,6 +23,14 @@ def add_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompt-cache", type=OutputFile, metavar="FILE", help=what)
 
 
+def path_of(path: Path, ranks: Ranks | None) -> Path:
+    """The file of this one of several ranks, which has its part of a cache."""
+    if ranks is None:
+        return path
+    stages = f"-in-{ranks.stages}" if ranks.stages > 1 else ""
+    return path.with_name(f"{path.name}.{ranks.rank}-of-{ranks.size}{stages}")
+
+
 @dataclass(frozen=True)
 class Start:
     """A session that a prompt goes on from. rest: the tokens that it is to be given; n_read: how many it will read;
@@ -63,8 +71,7 @@ def start(model: Model, tokens: Sequence[int], options: SessionOptions, path: Pa
 def _of_rank(model: Model, ranks: Ranks, tokens: Sequence[int], options: SessionOptions, path: Path) -> Start:
     """The same over ranks: each has a file of its own beside `path`, with its part of the cache, and all keep as many
     tokens as the one that can keep the fewest."""
-    stages = f"-in-{ranks.stages}" if ranks.stages > 1 else ""
-    mine = path.with_name(f"{path.name}.{ranks.rank}-of-{ranks.size}{stages}")
+    mine = path_of(path, ranks)
     if not all(ranks.everyones(mine.exists())):
         return Start(model.session(options), list(tokens), len(tokens), mine)
     session = model.load_session(mine, options)

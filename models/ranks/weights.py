@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -46,6 +48,12 @@ class RankWeights(Weights):
         leaf.buffer = self._bound(leaf, embedding.name)
         self.loaded[leaf.name] = leaf
         return leaf
+
+    @cached_property
+    def fingerprint(self) -> bytes:
+        """Of the file and of what this rank has of it: what is kept of one rank is no other one's."""
+        own = self.plan.size, self.rank, self.plan.stages, self.plan.layers
+        return hashlib.sha256(super().fingerprint + repr(own).encode()).digest()
 
     def shape(self, info: TensorInfo, name: str) -> tuple[int, ...]:
         return self.plan.cuts[name].ne(info.ne, self.own)

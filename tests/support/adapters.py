@@ -26,9 +26,10 @@ def write_adapter(
     targets: Sequence[str] = TARGETS,
     more: Sequence[str] = (),
     keys: Mapping[str, str] = {},
+    quantized: bool = False,
 ) -> dict[str, FloatArray]:
     """Writes a random adapter of the matrices with these names in all layers, and of `more`; gives what is to be added
-    to each matrix, float64 [m, k]. keys: instead of its own."""
+    to each matrix, float64 [m, k]. keys: instead of its own; quantized: each A is in Q8_0."""
     rng = np.random.default_rng(seed)
     says = {"general.type": "adapter", "adapter.type": "lora", **keys}
     writer = gguf.GGUFWriter(str(path), says.pop("general.architecture", model.network.hp.arch))
@@ -41,7 +42,13 @@ def write_adapter(
         k, m = model.weights.loaded[stem].ne[:2]
         a = rng.normal(0.0, 0.3 * k**-0.5, (rank, k)).astype(np.float32)
         b = rng.normal(0.0, 0.3, (m, rank)).astype(np.float32)
-        writer.add_tensor(f"{stem}.lora_a", a)
+        if quantized:
+            kind = gguf.GGMLQuantizationType.Q8_0
+            data = gguf.quants.quantize(a, kind)
+            a = gguf.quants.dequantize(data, kind)
+            writer.add_tensor(f"{stem}.lora_a", data, raw_dtype=kind)
+        else:
+            writer.add_tensor(f"{stem}.lora_a", a)
         writer.add_tensor(f"{stem}.lora_b", b)
         found[stem] = alpha / rank * (b.astype(np.float64) @ a.astype(np.float64))
     writer.write_header_to_file()

@@ -1,9 +1,10 @@
-"""What the processes of tests/models/test_ranks.py run: ranks that are really several."""
+"""What the processes of tests/models/test_ranks.py run: ranks that are really several. And one that is alone."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,6 +15,14 @@ from graphrt.models.engine import SessionOptions
 from graphrt.models.model import Model
 from graphrt.ranks import ONE_SHOT, Ranks, join, leave
 from support.tiny import tokens
+
+
+class Alone(Ranks):
+    """A rank that hears from the others what it says itself."""
+
+    def everyones(self, value: Any) -> list[Any]:
+        return [value] * self.size
+
 
 F32 = SessionOptions(type_k="f32", type_v="f32")
 #: Of a prompt, and of those that come one by one.

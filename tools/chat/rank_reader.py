@@ -25,6 +25,7 @@ from graphrt.progress import Advance
 from graphrt.ranks import Ranks
 from graphrt.tools.chat.interrupts import Interrupts
 from graphrt.tools.chat.reading import Reader
+from graphrt.tools.ranks.turns import turns
 
 T = TypeVar("T")
 
@@ -127,11 +128,7 @@ def follow(ranks: Ranks, model: Model, session: Session) -> None:
     """Does what the first rank does, until that ends the chat. Raises RankError where it is gone, or holds other
     tokens."""
     reader = Reader(model, session, Together(ranks))
-    while True:
-        turn: Turn | None = ranks.told(None)
-        if turn is None:
-            return
-        ranks.check_alike(turn.digest, digest_of(session), "hold", "tokens", "what was typed")
+    for turn in turns(ranks, lambda: digest_of(session), "hold", "tokens", "what was typed"):
         if turn.text is not None:
             reader.begin(*turn.text)
         _, tokens = reader.behind(turn.tokens, turn.most)

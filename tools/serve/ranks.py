@@ -2,13 +2,16 @@
 their parts of the model, and say nothing.
 
 Each rank has a scheduler of its own, and all make the same texts: what is told before each step is what has come since
-the last one, as data. Logits have the same bits on all ranks and texts the same seeds, so that nothing else need be
-told; that it is so is held against a digest of the first rank's texts, step by step.
+the last one, as data, and the time, by which it is found whether guesses pay. Logits have the same bits on all ranks
+and texts the same seeds; prompt lookup guesses by a text's own tokens, and a draft model's guesses are the first
+rank's (models/ranks/drafts.py). So nothing else need be told; that it is so is held against a digest of the first
+rank's texts, step by step.
 """
 
 from __future__ import annotations
 
 import contextlib
+import time
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -20,6 +23,7 @@ from graphrt.models.generation import TextRules
 from graphrt.models.model import Model
 from graphrt.models.sampling_params import SamplerParams
 from graphrt.ranks import Ranks
+from graphrt.tools.ranks.turns import turns
 from graphrt.tools.serve.scheduler import ENDED, Event, Scheduler, Text
 
 
@@ -34,16 +38,20 @@ class TextData(NamedTuple):
     rules: TextRules
     key: str
     leader: int
+    most_guessed: int | None
+    adapters: tuple[float, ...] | None
     scored: int | None
 
 
 @dataclass(frozen=True)
 class Turn:
     """What ranks do next. commands: texts that are added, and numbers of those that nobody wants any more; digest: of
-    the texts as they are before; embedded: texts of which vectors are wanted, and no step is made."""
+    the texts as they are before; began: by the first rank's clock; embedded: texts of which vectors are wanted, and no
+    step is made."""
 
     commands: list[TextData | int]
     digest: int
+    began: float = 0.0
     embedded: Sequence[Sequence[int]] | None = None
 
 
@@ -52,7 +60,17 @@ def digest_of(scheduler: Scheduler | None) -> int:
     if scheduler is None:
         return 0
     running = [(seq, len(text.tokens), text.tokens[-1]) for seq, text in scheduler.running.items()]
-    return zlib.crc32(repr((scheduler.counts.made_tokens, len(scheduler.waiting), running)).encode())
+    return zlib.crc32(repr((scheduler.counts, len(scheduler.waiting), running)).encode())
+
+
+class TurnClock:
+    """What a rank's scheduler takes for a clock: the time when the turn began, as the first rank has told it. Ranks
+    that looked at clocks of their own would guess in different steps."""
+
+    def __init__(self, scheduler: Scheduler | None) -> None:
+        self.began = 0.0
+        if scheduler is not None and scheduler.pace is not None:
+            scheduler.pace.clock = lambda: self.began
 
 
 def lost(events: Sequence[Event]) -> RankError | None:
@@ -64,7 +82,7 @@ class Leader:
     """What the first rank tells the others. All of it is for the thread that runs the scheduler."""
 
     def __init__(self, ranks: Ranks, scheduler: Scheduler | None) -> None:
-        self.ranks, self.scheduler = ranks, scheduler
+        self.ranks, self.scheduler, self._clock = ranks, scheduler, TurnClock(scheduler)
         self._numbers: WeakKeyDictionary[Text, int] = WeakKeyDictionary()
         self._next = 0
 
@@ -75,13 +93,14 @@ class Leader:
             self._data(text) if self.scheduler is not None and command == self.scheduler.add else self._numbers[text]
             for command, text in commands
         ]
-        self.ranks.told(Turn(said, digest_of(self.scheduler)))
+        self._clock.began = time.perf_counter()
+        self.ranks.told(Turn(said, digest_of(self.scheduler), self._clock.began))
 
     def embeds(self, embed: Callable[[Sequence[Sequence[int]]], list[Any]]) -> Callable[..., list[Any]]:
         """What gives vectors on all ranks. embed: does on this one."""
 
         def together(ids: Sequence[Sequence[int]]) -> list[Any]:
-            self.ranks.told(Turn([], digest_of(self.scheduler), ids))
+            self.ranks.told(Turn([], digest_of(self.scheduler), embedded=ids))
             return embed(ids)
 
         return together
@@ -97,7 +116,10 @@ class Leader:
         self._numbers[text] = number
         leader = -1 if text.leader is None else self._numbers[text.leader]
         params = replace(text.sampler.params, seed=text.sampler.seed)
-        return TextData(number, list(text.prompt), text.most, params, text.rules, text.key, leader, text.scored)
+        return TextData(
+            number, list(text.prompt), text.most, params, text.rules, text.key, leader, text.most_guessed,
+            text.adapters, text.scored,
+        )  # fmt: skip
 
 
 def follow(
@@ -105,28 +127,31 @@ def follow(
 ) -> None:
     """Does what the first rank does, until that ends. Raises RankError where it is gone, or makes other texts."""
     texts: dict[int, Text] = {}
-    while True:
-        turn: Turn | None = ranks.told(None)
-        if turn is None:
-            return
-        ranks.check_alike(turn.digest, digest_of(scheduler), "make", "texts", "what was asked for")
+    clock = TurnClock(scheduler)
+    for turn in turns(ranks, lambda: digest_of(scheduler), "make", "texts", "what was asked for"):
+        clock.began = turn.began
         if turn.embedded is not None:
             with _refused():
                 embed(turn.embedded)
-            continue
-        if scheduler is None:
-            continue
-        for command in turn.commands:
-            if isinstance(command, TextData):
-                texts[command.number] = text = _text(model, command, texts)
-                scheduler.add(text)
-            elif command in texts:  # it may have ended
-                scheduler.cancel(texts[command])
-        events = scheduler.step()
-        gone = lost(events)
-        if gone is not None:
-            raise gone
-        texts = {number: text for number, text in texts.items() if text.state != ENDED}
+        elif scheduler is not None:
+            _step(model, scheduler, turn, texts)
+    if scheduler is not None:
+        scheduler.close()
+
+
+def _step(model: Model, scheduler: Scheduler, turn: Turn, texts: dict[int, Text]) -> None:
+    """Makes the same step as the first rank. texts: by their numbers, those that have not ended. Raises RankError."""
+    for command in turn.commands:
+        if isinstance(command, TextData):
+            texts[command.number] = text = _text(model, command, texts)
+            scheduler.add(text)
+        elif command in texts:  # it may have ended
+            scheduler.cancel(texts[command])
+    gone = lost(scheduler.step())
+    if gone is not None:
+        raise gone
+    for number in [number for number, text in texts.items() if text.state == ENDED]:
+        del texts[number]
 
 
 @contextlib.contextmanager
@@ -143,4 +168,7 @@ def _refused() -> Any:
 def _text(model: Model, data: TextData, texts: dict[int, Text]) -> Text:
     sampler, pieces = model.new_text(data.params, data.rules)
     leader = texts.get(data.leader)  # one that has ended is waited for by nobody
-    return Text(data.prompt, data.most, sampler, pieces, data.key, leader, rules=data.rules, scored=data.scored)
+    return Text(
+        data.prompt, data.most, sampler, pieces, data.key, leader, data.most_guessed, data.adapters, data.rules,
+        data.scored,
+    )  # fmt: skip

@@ -23,11 +23,11 @@ import numpy as np
 
 from graphrt.errors import CacheFullError, GraphrtError, RankError, SessionError
 from graphrt.models.continuous_batch import ContinuousBatch
-from graphrt.models.draft import DraftedText, Drafter
+from graphrt.models.draft import DraftedText
 from graphrt.models.engine import Ids
 from graphrt.models.engine_paged import PagedEngine
 from graphrt.models.generation import Piece, Pieces, TextRules
-from graphrt.models.guesses import Guesser, Pace
+from graphrt.models.guesses import Drafts, Guesser, Pace
 from graphrt.models.prompt_lookup import PromptLookup
 from graphrt.models.sampling import Sampler
 from graphrt.models.sampling_device import Drawn, drawn
@@ -136,7 +136,7 @@ class Scheduler:
         self,
         engine: PagedEngine,
         most_guessed: int = 0,
-        drafter: Drafter | None = None,
+        drafter: Drafts | None = None,
         pace: Pace | None = None,
         *,
         deterministic: bool = False,

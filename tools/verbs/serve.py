@@ -9,7 +9,7 @@ import logging
 import socket
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -40,6 +40,7 @@ from graphrt.tools.sampling.flags import add_sampling_arguments, sampler_params
 if TYPE_CHECKING:
     from graphrt.models.draft import Drafter
     from graphrt.models.engine_paged import PagedEngine
+    from graphrt.models.guesses import Drafts
     from graphrt.models.hparams import HParams
     from graphrt.models.model import Model
     from graphrt.ranks import Ranks
@@ -133,14 +134,9 @@ def main(args: argparse.Namespace) -> int:
     if args.deterministic and (args.lookup or args.model_draft):
         raise SessionError("--deterministic reads no guesses, got --lookup or --model-draft; leave one of them out")
     if over_ranks(args):
-        from graphrt.tools.ranks.launch import refuse, run_on_ranks
+        from graphrt.tools.ranks.launch import run_on_ranks
 
-        alone = {
-            "--lookup": args.lookup, "--model-draft": args.model_draft, "--prompt-cache": args.prompt_cache,
-            "--embedding-model": args.embedding_model, "--lora": args.lora, "--lora-scaled": args.lora_scaled,
-        }  # fmt: skip
-        what = "several ranks make texts of one model, without guesses, adapters or a cache of prompts"
-        return run_on_ranks("serve", args, serve, lambda: "", lambda: refuse(alone, what), listens=listen)
+        return run_on_ranks("serve", args, serve, lambda: "", lambda: None, listens=listen)
     return serve(args)
 
 
@@ -164,7 +160,7 @@ def serve(args: argparse.Namespace, _: str = "") -> int:
         run.setup_logging(as_json=args.log_json)
         last_words.append(partial(_give_up, state))
         ready = getattr(args, "on_ready", lambda: None)
-        with kept_prompts(state, args):
+        with kept_prompts(state.worker.scheduler, ranks, args):
             return run.run(state, keys, listening, address, args.shutdown_timeout, ready, origins)
 
 
@@ -172,7 +168,9 @@ def _follow(ranks: Ranks, args: argparse.Namespace) -> int:
     from graphrt.tools.serve.ranks import follow
 
     model = load_model(args, args.exact)
-    follow(ranks, model, scheduler_of(model, args), embed_of(model, args))
+    scheduler = scheduler_of(model, args)
+    with kept_prompts(scheduler, ranks, args):
+        follow(ranks, model, scheduler, embed_of(model, args))
     return 0
 
 
@@ -185,24 +183,27 @@ def _give_up(state: State, text: str) -> None:
 
 
 @contextmanager
-def kept_prompts(state: State, args: argparse.Namespace) -> Iterator[None]:
-    """--prompt-cache: the engine knows what the file has, and the file what the engine knows in the end. What fails of
-    that is a warning: a server starts and ends without."""
+def kept_prompts(scheduler: Scheduler | None, ranks: Ranks | None, args: argparse.Namespace) -> Iterator[None]:
+    """--prompt-cache: the engine knows what the file has, and the file what the engine knows in the end; several ranks
+    have a file each. What fails of that is a warning: a server starts and ends without."""
     from graphrt.models.prefix_file import load_prefixes, save_prefixes
+    from graphrt.models.ranks.prefixes import load_on_all, save_on_all
+    from graphrt.tools.prompt_cache import path_of
 
     log = logging.getLogger("graphrt.serve")
-    scheduler = state.worker.scheduler
     if args.prompt_cache is None or scheduler is None:
         yield
         return
-    path = Path(args.prompt_cache)
+    engine, path = scheduler.engine, path_of(Path(args.prompt_cache), ranks)
+    load = load_prefixes if ranks is None else partial(load_on_all, ranks)
+    save = save_prefixes if ranks is None else partial(save_on_all, ranks)
     try:
-        log.info("%d tokens of prompts are known from %s", load_prefixes(scheduler.engine, path), path.name)
+        log.info("%d tokens of prompts are known from %s", load(engine, path), path.name)
     except SessionError as error:
         log.warning("%s", error)
     yield
     try:
-        kept = save_prefixes(scheduler.engine, path, args.prompt_cache_size)
+        kept = save(engine, path, args.prompt_cache_size)
         log.info("%d tokens of prompts are kept in %s", kept, path.name)
     except SessionError as error:
         log.warning("%s", error)
@@ -275,7 +276,7 @@ def scheduler_of(model: Model, args: argparse.Namespace) -> Scheduler | None:
 
     if not isinstance(model.network, Decoder):
         return None
-    drafter = drafter_of(model, args)
+    drafter = drafts_of(model, args)
     most = args.draft_max if drafter is not None else args.lookup
     return Scheduler(engine_of(model, args), most, drafter, Pace(), deterministic=args.deterministic)
 
@@ -293,8 +294,7 @@ def embedders_of(args: argparse.Namespace, taken: Sequence[str]) -> dict[str, Em
 
     if not args.embedding_model:
         return {}
-    changed = {"model": args.embedding_model, "synthetic": None, "alias": None, "lora": [], "lora_scaled": []}
-    asked = argparse.Namespace(**vars(args) | changed)
+    asked = beside(args, args.embedding_model)
     model = load_model(asked, args.exact)
     check_pooling(args.pooling, model.network.hp.pooling)
     names = names_of(model, asked)
@@ -314,14 +314,30 @@ def names_of(model: Model, args: argparse.Namespace) -> list[str]:
     return [*known, *(path.stem for path in map(Path, model.file.paths[:1]))]
 
 
-def drafter_of(model: Model, args: argparse.Namespace) -> Drafter | None:
-    """What --model-draft asks for: its cache holds as many tokens as the model's. Raises SessionError."""
-    from graphrt.models.draft import Drafter, check_vocabularies
+def beside(args: argparse.Namespace, model: str) -> argparse.Namespace:
+    """The arguments for a model beside MODEL. It has no adapters, and of several ranks the first one has it whole."""
+    changed: dict[str, Any] = {
+        "model": model, "asked": model, "synthetic": None, "alias": None, "lora": [], "lora_scaled": [], "as_ranks": 1,
+    }  # fmt: skip
+    return argparse.Namespace(**vars(args) | changed)
+
+
+def drafts_of(model: Model, args: argparse.Namespace) -> Drafts | None:
+    """What guesses tokens, where --model-draft asks for it. Raises SessionError."""
+    from graphrt.models.ranks.drafts import FirstRanksDrafts
 
     if not args.model_draft:
         return None
-    changed = {"model": args.model_draft, "synthetic": None, "lora": [], "lora_scaled": []}
-    draft = load_model(argparse.Namespace(**vars(args) | changed), args.exact)
+    if model.ranks is None:
+        return drafter_of(model, args)
+    return FirstRanksDrafts(model.ranks, None if model.ranks.rank else drafter_of(model, args))
+
+
+def drafter_of(model: Model, args: argparse.Namespace) -> Drafter:
+    """The model of --model-draft: its cache holds as many tokens as the model's. Raises SessionError."""
+    from graphrt.models.draft import Drafter, check_vocabularies
+
+    draft = load_model(beside(args, args.model_draft), args.exact)
     check_vocabularies(draft.tokenizer, model.tokenizer)
     return Drafter(engine_of(draft, args, most=model.decoder.hp), model.network.hp.n_vocab)
 
@@ -345,5 +361,10 @@ def engine_of(model: Model, args: argparse.Namespace, most: HParams | None = Non
     for sentence in engine.fallbacks():
         print(f"fallback: {sentence}", file=sys.stderr)
     if not args.no_warmup:
-        warm_up(engine, alone=args.deterministic)
+        warm_up(engine, alone=args.deterministic, clock=clock_of(model.ranks))
     return engine
+
+
+def clock_of(ranks: Ranks | None) -> Callable[[], float]:
+    """Seconds, by which ranks decide alike: the first one's."""
+    return time.monotonic if ranks is None else lambda: float(ranks.told(time.monotonic()))

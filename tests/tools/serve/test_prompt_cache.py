@@ -41,10 +41,10 @@ def test_servers_one_after_the_other(tiny: Path, tmp_path: Path, caplog: pytest.
     args = verb_parser("serve", serve).parse_args(flags)
     state = serve.made_state(load(tiny, "cpu"), args, SamplerParams())
     kept.write_bytes(data[:-1])
-    with caplog.at_level("INFO"), serve.kept_prompts(state, args):
+    with caplog.at_level("INFO"), serve.kept_prompts(state.worker.scheduler, None, args):
         assert "cut short" in caplog.text and state.worker.scheduler is not None
     assert "0 tokens of prompts are kept" in caplog.text and len(kept.read_bytes()) < len(data)
     args.prompt_cache = str(tmp_path / "no" / "folder")
-    with serve.kept_prompts(state, args):
+    with serve.kept_prompts(state.worker.scheduler, None, args):
         pass
     assert "must be writable" in caplog.text

@@ -2,29 +2,44 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import signal
 import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx2
 import numpy as np
 import pytest
+from support.adapters import write_adapter
+from support.ranked import Alone
 from support.served import Served, started
 
-from graphrt.errors import RankError
+from graphrt.errors import RankError, SessionError
+from graphrt.models import Model, guesses, load
+from graphrt.models.draft import DraftedText
+from graphrt.models.generation import TextRules
+from graphrt.models.prefix_file import load_prefixes
+from graphrt.models.ranks.drafts import FirstRanksDrafts
+from graphrt.models.sampling_params import SamplerParams
 from graphrt.ranks import Ranks
-from graphrt.tools.cli import main
-from graphrt.tools.serve.ranks import Turn, follow
+from graphrt.tools.cli import verb_parser
+from graphrt.tools.common import load_model
+from graphrt.tools.serve.ranks import Leader, Turn, follow
+from graphrt.tools.serve.scheduler import Scheduler, Text
+from graphrt.tools.verbs import serve
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="/proc tells what a process has")
 
 TEXTS = "/v1/completions"
-GREEDY = {"prompt": "hello the sea", "max_tokens": 12, "temperature": 0, "ignore_eos": True}
+GREEDY: dict[str, Any] = {"prompt": "hello the sea", "max_tokens": 12, "temperature": 0, "ignore_eos": True}
 DRAWN = GREEDY | {"temperature": 1, "n": 3}
+#: Three pages of a prompt, and a text that says what it has said: guesses of it are made.
+REPEATING: dict[str, Any] = {"prompt": [5 + i % 50 for i in range(200)], "max_tokens": 40, "temperature": 0}
 #: Seconds in which ranks start again, far more than it takes.
 AGAIN = 240
 
@@ -38,6 +53,12 @@ def texts(client: httpx2.Client, asked: dict[str, Any]) -> list[str]:
 def vectors(client: httpx2.Client) -> np.ndarray:
     answer = client.post("/v1/embeddings", json={"input": ["hello", "the sea hello"]}).json()
     return np.array([row["embedding"] for row in answer["data"]])
+
+
+def guessed(client: httpx2.Client) -> float:
+    """Tokens that were guessed so far."""
+    lines = client.get("/metrics").text.splitlines()
+    return float(next(x for x in lines if x.startswith("graphrt:spec_decode_num_draft_tokens_total")).split()[1])
 
 
 def ranks_of(server: Served) -> list[int]:
@@ -58,13 +79,22 @@ def answers_again(server: Served, client: httpx2.Client) -> list[str]:
             time.sleep(0.2)
 
 
-def test_two_ranks_serve_and_begin_again(tiny: Path, served: Served) -> None:
+def test_two_ranks_serve_and_begin_again(tiny: Path, tmp_path: Path, served: Served) -> None:
+    """With guesses, an adapter that a text may ask for, and prompts that are kept when it ends."""
     with httpx2.Client(base_url=served.url, timeout=60) as one:
-        wanted, wanted_vectors = texts(one, GREEDY), vectors(one)
-    server = started(str(tiny), "--tp", "2", "-np", "3", "--pooling", "mean")
+        wanted, wanted_vectors, wanted_long = texts(one, GREEDY), vectors(one), texts(one, REPEATING)
+    whole = load(tiny, "cpu")
+    write_adapter(tmp_path / "a.gguf", whole)
+    whole.use_adapters({"a": tmp_path / "a.gguf"})
+    adapted = "".join(each.text for each in whole.generate(GREEDY["prompt"], 12, temp=0.0, ignore_eos=True))
+    more = "--lookup", "4", "--lora", str(tmp_path / "a.gguf"), "--lora-init-without-apply"
+    kept = "--prompt-cache", str(tmp_path / "kept"), "--pooling", "mean"
+    server = started(str(tiny), "--tp", "2", "-np", "3", *more, *kept)
     try:
         with httpx2.Client(base_url=server.url, timeout=AGAIN) as client:
-            assert texts(client, GREEDY) == wanted
+            assert texts(client, GREEDY) == wanted != [adapted]
+            assert texts(client, GREEDY | {"lora": [{"id": 0, "scale": 1}]}) == [adapted]
+            assert texts(client, REPEATING) == wanted_long and guessed(client) > 0
             found: list[list[str]] = []
             many = [threading.Thread(target=lambda: found.append(texts(client, DRAWN | {"seed": 7}))) for _ in range(3)]
             for thread in many:
@@ -94,6 +124,7 @@ def test_two_ranks_serve_and_begin_again(tiny: Path, served: Served) -> None:
             assert answers_again(server, client) == wanted
             os.kill(ranks_of(server)[0], signal.SIGKILL)  # the one that listens, while nobody asks
             assert answers_again(server, client) == wanted
+            assert not [*tmp_path.glob("kept*")] and texts(client, REPEATING) == wanted_long
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(timeout=AGAIN) == 0
     finally:
@@ -102,16 +133,99 @@ def test_two_ranks_serve_and_begin_again(tiny: Path, served: Served) -> None:
     log = "".join(server.log)
     assert log.count("rank 1 of 2: it was ended by SIGKILL") == 2 and log.count("rank 0 of 2: it was ended by") == 1
     assert log.count("the ranks are started again") == 3
-    assert "Traceback" not in log
+    assert "Traceback" not in log and "192 tokens of prompts are kept in kept.0-of-2" in log
+    for rank in range(2):
+        part = load(tiny, "cpu", ranks=Alone(rank, 2))
+        args = verb_parser("serve", serve).parse_args([str(tiny), "-np", "3", "--backend", "cpu"])
+        engine = serve.engine_of(part, args)
+        assert load_prefixes(engine, tmp_path / f"kept.{rank}-of-2") == 192
+        assert engine.cache.pool.n_known(0, REPEATING["prompt"]) == 192
 
 
-@pytest.mark.parametrize(
-    "more", [("--lookup", "4"), ("--model-draft", "x.gguf"), ("--lora", "x.gguf"), ("--prompt-cache", "x")]
-)
-def test_what_one_rank_does_is_refused(tiny: Path, more: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["serve", str(tiny), "--tp", "2", "--port", "0", *more]) == 2
-    said = capsys.readouterr().err
-    assert "several ranks make texts of one model, without guesses, adapters" in said and f"got {more[0]}" in said
+#: Tokens of a text, for which steps with guesses and without are looked at.
+LONG = 32
+
+
+class Noted(Ranks):
+    """The first of two ranks, which notes in `group` what it says, or the second one, which hears that later."""
+
+    def told(self, value: Any) -> Any:
+        if self.rank:
+            return self.group.pop(0)
+        self.group.append(value)
+        return value
+
+
+def test_ranks_make_the_same_steps(tmp_path: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ranks, each with the whole model, one after the other: guesses pay by the first one's clock, not by the
+    other's; texts have adapters of their own, and as many guesses as they ask for."""
+    monkeypatch.setattr(guesses, "LOOKED_AT", 2)
+    monkeypatch.setattr(guesses, "UNSETTLED", 1)
+    write_adapter(tmp_path / "a.gguf", load(tiny, "cpu", exact=True))
+    argv = [str(tiny), "--backend", "cpu", "-np", "3", "-c", "128", "-md", str(tiny)]
+    args = verb_parser("serve", serve).parse_args([*argv, "--lora", str(tmp_path / "a.gguf")])
+    said: list[Any] = []
+    model, scheduler = scheduler_of_rank(args, Noted(0, 2, said))
+    leader, rules = Leader(Noted(0, 2, said), scheduler), TextRules(LONG)
+    prompt = model.prompt_tokens("hello the sea")
+    texts = [
+        Text(prompt, LONG, *model.new_text(SamplerParams(temp=0), rules), "", None, most, scales, rules)
+        for most, scales in ((None, (0.0,)), (None, (1.0,)), (0, (0.0,)))
+    ]
+    ticks = iter(range(10**6))
+    monkeypatch.setattr("graphrt.tools.serve.ranks.time.perf_counter", lambda: float(next(ticks)))
+    commands = [(scheduler.add, text) for text in texts]
+    while commands or not scheduler.is_idle:
+        leader.tell(commands)
+        for command, text in commands:
+            command(text)
+        commands = []
+        scheduler.step()
+    leader.end()
+    assert texts[0].tokens == texts[2].tokens != texts[1].tokens
+    assert scheduler.counts.guessed_tokens > 20
+
+    model, other = scheduler_of_rank(args, Noted(1, 2, said))
+    added: list[Text] = []
+
+    def add(text: Text) -> None:
+        added.append(text)
+        Scheduler.add(other, text)
+
+    monkeypatch.setattr(other, "add", add)
+    assert isinstance(other.drafter, FirstRanksDrafts) and other.drafter.drafter is None, "the first rank has it"
+    assert other.pace is not None
+    other.pace.clock = lambda: -(2.0 ** -len(said))
+    follow(Noted(1, 2, said), model, other, lambda ids: [])
+    assert not said and other.counts == scheduler.counts
+    assert [text.tokens for text in added] == [text.tokens for text in texts]
+
+
+def scheduler_of_rank(args: argparse.Namespace, ranks: Ranks) -> tuple[Model, Scheduler]:
+    model = load_model(args, exact=False)
+    model.ranks = ranks
+    scheduler = serve.scheduler_of(model, args)
+    assert scheduler is not None
+    return model, scheduler
+
+
+def test_where_the_first_rank_can_not_guess_no_rank_waits() -> None:
+    def fails(asked: object) -> dict[DraftedText, list[int]]:
+        raise SessionError("logits are no numbers")
+
+    said: list[Any] = []
+    drafter: Any = SimpleNamespace(draft=fails)
+    for rank, refused in ((0, "logits are no numbers"), (1, "by the first rank, which has failed")):
+        with pytest.raises(SessionError, match=refused):
+            FirstRanksDrafts(Noted(rank, 2, said), None if rank else drafter).draft({})
+    assert not said
+
+
+def test_ranks_warm_up_for_as_long_as_the_first_one() -> None:
+    said: list[Any] = []
+    first = serve.clock_of(Noted(0, 2, said))()
+    assert first > 0 and serve.clock_of(Noted(1, 2, said))() == first
+    assert serve.clock_of(None) is time.monotonic
 
 
 class Told(Ranks):
