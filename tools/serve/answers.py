@@ -13,6 +13,8 @@ from graphrt.tools.serve.scheduler import Text
 
 #: Piece.finish -> finish_reason.
 FINISH = {"eog": "stop", "stop": "stop", "length": "length", "context": "length"}
+#: Piece.finish of a text that would have gone on.
+CUT = ("length", "context")
 
 
 def head(kind: str, prefix: str, model: str, fingerprint: str) -> dict[str, Any]:

@@ -176,11 +176,21 @@ def test_calls_of_tools(client: openai.OpenAI, http: httpx2.Client, choice: Any)
     call = found.message.tool_calls[0]
     assert call.function.name == "rain" and json.loads(call.function.arguments)["a"] in ("t", "he")
     deltas = [chunk.choices[0].delta for chunk in client.chat.completions.create(**asked, max_tokens=120, stream=True)]
-    (name, arguments), first = [call for delta in deltas for call in delta.tool_calls or ()], deltas[0]
+    (name, *arguments), first = [call for delta in deltas for call in delta.tool_calls or ()], deltas[0]
     assert first.role == "assistant" and not any(delta.content for delta in deltas)
     assert (name.index, name.id[:5], name.type, name.function.name) == (0, "call_", "function", "rain")
-    assert (arguments.index, arguments.id, arguments.function.name) == (0, None, None)
-    assert name.function.arguments + arguments.function.arguments == call.function.arguments
+    assert name.function.arguments == "" and len(arguments) > 3  # they come as they are made
+    assert all((each.index, each.id, each.function.name) == (0, None, None) for each in arguments)
+    assert "".join(each.function.arguments for each in arguments) == call.function.arguments
+    with client.chat.completions.stream(**asked, max_tokens=120) as stream:
+        kinds = [event.type for event in stream]
+        (gathered,) = stream.get_final_completion().choices[0].message.tool_calls
+    assert gathered.function.arguments == call.function.arguments and gathered.function.name == "rain"
+    assert "tool_calls.function.arguments.delta" in kinds and "tool_calls.function.arguments.done" in kinds
+    usage = client.chat.completions.create(**asked, max_tokens=120).usage
+    part = client.chat.completions.create(**asked, max_tokens=usage.completion_tokens - 4).choices[0]
+    (cut_call,) = part.message.tool_calls
+    assert part.finish_reason == "length" and call.function.arguments.startswith(cut_call.function.arguments)
     cut = client.chat.completions.create(**asked, max_tokens=3).choices[0]
     assert (cut.finish_reason, cut.message.content, cut.message.tool_calls) == ("length", "", None)
     turn = [*USER, {"role": "assistant", "tool_calls": [call.model_dump()]}, {"role": "tool", "content": "wet"}]
