@@ -113,6 +113,11 @@ def completion_logprobs(
     return found if found["tokens"] else None
 
 
+def mean_logprob(pieces: Sequence[Piece]) -> float:
+    """Of a text's tokens, how likely they were: what texts are compared by."""
+    return sum(_finite(piece.logprobs.token) for piece in pieces if piece.logprobs is not None) / len(pieces)
+
+
 def length(prompt: Sequence[int], tokenizer: Tokenizer) -> int:
     """The characters of a prompt's tokens; control tokens have none."""
     return sum(len(_text(tokenizer, token, special=False)) for token in prompt)

@@ -204,13 +204,15 @@ class Completion:
 
     def __init__(self, state: State, body: CompletionRequest, texts: Sequence[Text]) -> None:
         self.state, self.texts, self._timed = state, texts, bool(body.timings_per_token)
+        self._n_told, self._n_made = body.n or 1, body.n_texts
         self._echo = [""] * len(texts)
         if body.echo:
             prompt = body.prompt
             given = prompt if isinstance(prompt, list) and not isinstance(prompt[0], int) else [prompt]
             said = [p if isinstance(p, str) else state.model.tokenizer.decode(p) for p in given]
-            self._echo = [said[i // (body.n or 1)] for i in range(len(texts))]
-        self._scored = bool(body.echo) and body.logprobs is not None
+            self._echo = [said[i // self._n_made] for i in range(len(texts))]
+        self._tells_logprobs = body.logprobs is not None
+        self._scored = bool(body.echo) and self._tells_logprobs
         self._silent = body.asked == 0
         self._head = answers.head("text_completion", "cmpl", state.name, state.fingerprint)
 
@@ -220,11 +222,22 @@ class Completion:
         async for i, event in events(self.texts, inbox):
             assert event.piece is not None
             pieces[i].append(event.piece)
-        choices = [
-            self._choice(i, self._echo[i] + self._shown(made), self._told(made), made[-1].finish, prompt=self._scored)
-            for i, made in enumerate(pieces)
-        ]
+        choices = [self._whole(i, pieces[i]) | {"index": place} for place, i in enumerate(self._best(pieces))]
         return self._head | {"choices": choices} | self._counts()
+
+    def _whole(self, i: int, made: list[Piece]) -> dict[str, Any]:
+        text = self._echo[i] + self._shown(made)
+        return self._choice(i, text, self._told(made), made[-1].finish, prompt=self._scored)
+
+    def _best(self, pieces: Sequence[Sequence[Piece]]) -> list[int]:
+        """Of each prompt's texts those that are told, by their places: of more than are told the likeliest first."""
+        found: list[int] = []
+        for first in range(0, len(pieces), self._n_made):
+            places = list(range(first, first + self._n_made))
+            if self._n_made > self._n_told:
+                places.sort(key=lambda i: -answers.mean_logprob(pieces[i]))
+            found += places[: self._n_told]
+        return found
 
     def _told(self, pieces: list[Piece]) -> list[Piece]:
         return [] if self._silent else pieces
@@ -245,7 +258,8 @@ class Completion:
         said = (self.texts[i].leader or self.texts[i]) if prompt else None
         if said is not None:
             offset = len(self._echo[i]) - answers.length(said.prompt, self.state.model.tokenizer)
-        logprobs = answers.completion_logprobs(pieces, self.state.model.tokenizer, offset, said)
+        shown = pieces if self._tells_logprobs else ()
+        logprobs = answers.completion_logprobs(shown, self.state.model.tokenizer, offset, said)
         return {"index": i, "text": text, "logprobs": logprobs, "finish_reason": answers.FINISH.get(finish)}
 
     async def stream(self, inbox: Inbox, usage: Usage) -> AsyncIterator[str]:

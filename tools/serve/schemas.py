@@ -169,6 +169,11 @@ class Generating(Body):
     def asked(self) -> int | None:
         return self.n_predict if self.max_tokens is None else self.max_tokens
 
+    @property
+    def n_texts(self) -> int:
+        """That are made of each prompt."""
+        return self.n or 1
+
 
 class CompletionRequest(Generating):
     """/v1/completions"""
@@ -179,6 +184,10 @@ class CompletionRequest(Generating):
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     suffix: str | None = None
+
+    @property
+    def n_texts(self) -> int:
+        return self.best_of or self.n or 1
 
 
 class Function(Loose):

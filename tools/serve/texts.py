@@ -69,17 +69,20 @@ class Maker:
 
     def completion(self, request: CompletionRequest, key: str) -> list[Text]:
         """n texts of each prompt, one prompt after the other. Raises ApiError."""
-        for name in ("suffix", "best_of"):
-            if getattr(request, name) not in (None, request.n or 1 if name == "best_of" else ""):
-                raise ApiError(f"{name} is not here; leave it out", param=name)
+        if request.suffix:
+            raise ApiError("suffix is not here; leave it out", param="suffix")
+        chosen = request.n_texts != (request.n or 1)
+        if chosen and (request.stream or request.n_texts < (request.n or 1)):
+            raise ApiError("best_of must be n or more, and n in a stream: of so many texts the best n are told, which "
+                           f"is known at their end, got {request.best_of}", param="best_of")  # fmt: skip
         if request.asked == 0 and not request.echo:
             raise ApiError("max_tokens may be 0 where echo tells the prompt; ask for 1 or more", param="max_tokens")
         # a token that nobody asked for comes with the prompt's, and isn't told
         n = self._limit(COMPLETION_TOKENS if request.asked is None else request.asked or 1)
         scored = request.logprobs if request.echo else None
-        rules = self._rules(request, n, request.logprobs)
+        rules = self._rules(request, n, 0 if chosen and request.logprobs is None else request.logprobs)
         prompts = self.prompts(request.prompt)
-        self._check_count(len(prompts) * (request.n or 1))
+        self._check_count(len(prompts) * request.n_texts)
         return [text for ids in prompts for text in self._texts(request, ids, n, rules, key, scored)]
 
     def native(self, request: NativeRequest, key: str) -> list[Text]:
@@ -244,7 +247,7 @@ class Maker:
             raise ApiError("adapters are those that the server was started with (--lora), it has none", param="lora")
         adapters = None if self.adapters is None else self.adapters.of(request)
         found: list[Text] = []
-        for params in self.sampling(request).seeds(request.n or 1):
+        for params in self.sampling(request).seeds(request.n_texts):
             try:
                 with self._grammars:
                     sampler, pieces = self.model.new_text(params, rules)

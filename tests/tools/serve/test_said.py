@@ -87,8 +87,8 @@ def test_texts_in_pieces(marks: Marks, text: str, thought: str, answer: str, cal
     ["<tool_call><function=snow></function></tool_call>", "<tool_call>snow</tool_call>",
      "<tool_call>rain in Oslo</tool_call>", "rain", "<function=rain></function>", "[rain]", "[]", '{"a": 1} ', "{",
      " ", '[{"name": "snow", "arguments": {"a": 1}}]', '{"name": "rain" "a"}', '{"arguments": {}}', "<tool_call> {",
-     '{"name": ' + "[" * 9999, '{"name" "rain"}', '{"name"}', "<tool_call><function=rain</tool_call>", "{'name': 'rain'}",
-     '{"arguments": <'],
+     '{"name": ' + "[" * 9999, '{"name" "rain"}', '{"name"}', "<tool_call><function=rain</tool_call>",
+     "{'name': 'rain'}", '{"arguments": <'],
     ids=range(20),
 )  # fmt: skip
 def test_what_is_no_call_stays_text(text: str) -> None:

@@ -122,6 +122,28 @@ def test_fields_of_completions(client: openai.OpenAI, http: httpx2.Client) -> No
     assert unlike.choices[0].text != plain
 
 
+def test_the_best_of_several(client: openai.OpenAI) -> None:
+    """By the mean log-probability of their tokens, of each prompt by itself; all count."""
+    asked: dict[str, Any] = {
+        "model": "tiny", "prompt": [TEXT, "a"], "max_tokens": 8, "seed": 3, "temperature": 1.5,
+        "extra_body": {"ignore_eos": True},
+    }  # fmt: skip
+    every = client.completions.create(**asked, n=5, logprobs=0)
+    assert every.usage is not None and len({choice.text for choice in every.choices}) == 10
+    means = [np.mean(choice.logprobs.token_logprobs) for choice in every.choices if choice.logprobs]
+    best = [sorted(range(first, first + 5), key=lambda i: -means[i])[:2] for first in (0, 5)]
+    wanted = [every.choices[i].text for i in [*best[0], *best[1]]]
+    assert best[0] != [0, 1]  # the first ones are not the best
+    for more in ({}, {"logprobs": 1}):
+        found = client.completions.create(**asked, n=2, best_of=5, **more)
+        assert [choice.text for choice in found.choices] == wanted and found.usage is not None
+        assert [choice.index for choice in found.choices] == [0, 1, 2, 3]
+        assert [choice.logprobs is not None for choice in found.choices] == [bool(more)] * 4
+        assert found.usage.completion_tokens == every.usage.completion_tokens
+    echoed = client.completions.create(**asked, best_of=2, echo=True)
+    assert [choice.text.startswith(prompt) for choice, prompt in zip(echoed.choices, asked["prompt"])] == [True] * 2
+
+
 def test_log_probabilities_of_prompts(http: httpx2.Client, client: openai.OpenAI, tiny: Path) -> None:
     """By the logits of all of a prompt's tokens, read at once; what the cache knows of it is read anew."""
     ids = http.post("/tokenize", json={"content": "the hello in a sea " * 40, "add_special": True}).json()["tokens"]
@@ -267,7 +289,8 @@ WRONG: list[tuple[str, Any, int, str | None]] = [
     (TEXTS, {"prompt": TEXT, "logit_bias": {"x": 1}}, 400, "logit_bias"),
     (TEXTS, {"prompt": TEXT, "logit_bias": {"999999": 1}}, 400, "logit_bias"),
     (TEXTS, {"prompt": TEXT, "suffix": "x"}, 400, "suffix"),
-    (TEXTS, {"prompt": TEXT, "best_of": 3}, 400, "best_of"),
+    (TEXTS, {"prompt": TEXT, "best_of": 3, "stream": True}, 400, "best_of"),
+    (TEXTS, {"prompt": TEXT, "best_of": 2, "n": 3}, 400, "best_of"),
     (CHATS, {"messages": USER, "max_tokens": 0}, 400, "max_tokens"),
     (TEXTS, {"prompt": TEXT, "grammar": "root ::= x"}, 400, "grammar"),
     (TEXTS, {"prompt": TEXT, "regex": "("}, 400, "regex"),
