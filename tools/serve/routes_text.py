@@ -16,7 +16,7 @@ from graphrt.tools.serve.http import HERE, Chunks, EventStream, body_of, encoded
 from graphrt.tools.serve.inbox import Inbox
 from graphrt.tools.serve.said import Marks, Reader, Said
 from graphrt.tools.serve.scheduler import Event, Text
-from graphrt.tools.serve.schemas import ChatRequest, CompletionRequest, Generating, StreamOptions
+from graphrt.tools.serve.schemas import ChatRequest, CompletionRequest, Generating, StreamOptions, listed
 from graphrt.tools.serve.state import State, events, json_response, key_of
 
 Asked = TypeVar("Asked", ChatRequest, CompletionRequest)
@@ -207,9 +207,7 @@ class Completion:
         self._n_told, self._n_made = body.n or 1, body.n_texts
         self._echo = [""] * len(texts)
         if body.echo:
-            prompt = body.prompt
-            given = prompt if isinstance(prompt, list) and not isinstance(prompt[0], int) else [prompt]
-            said = [p if isinstance(p, str) else state.model.tokenizer.decode(p) for p in given]
+            said = [p if isinstance(p, str) else state.model.tokenizer.decode(p) for p in listed(body.prompt)]
             self._echo = [said[i // self._n_made] for i in range(len(texts))]
         self._tells_logprobs = body.logprobs is not None
         self._scored = bool(body.echo) and self._tells_logprobs

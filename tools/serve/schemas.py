@@ -32,6 +32,11 @@ Biases = dict[str, float] | list[Bias]
 Choice = Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1, max_length=MAX_TEXTS)]
 
 
+def listed(given: Any) -> list[Any]:
+    """Prompts, or the only one, as a list."""
+    return [given] if isinstance(given, str) or isinstance(given[0], int) else given
+
+
 class Body(BaseModel):
     """Types are taken as they are: no number is made of a text. But 5.0 is 5, as some languages write all numbers."""
 

@@ -17,6 +17,7 @@ from graphrt.tools.serve import tool_calls
 from graphrt.tools.serve.adapters import ServedAdapters
 from graphrt.tools.serve.errors import ApiError, of_runtime
 from graphrt.tools.serve.forms import Form, form_of
+from graphrt.tools.serve.infill import Chunk, Infill
 from graphrt.tools.serve.said import PLAIN, Marks, marks_of
 from graphrt.tools.serve.scheduler import Text
 from graphrt.tools.serve.schemas import (
@@ -27,8 +28,9 @@ from graphrt.tools.serve.schemas import (
     Message,
     NamedTool,
     Tool,
+    listed,
 )
-from graphrt.tools.serve.schemas_native import NativeRequest
+from graphrt.tools.serve.schemas_native import InfillRequest, NativeRequest
 
 #: Fields of a request -> SamplerParams'.
 _SAMPLERS = {
@@ -69,8 +71,6 @@ class Maker:
 
     def completion(self, request: CompletionRequest, key: str) -> list[Text]:
         """n texts of each prompt, one prompt after the other. Raises ApiError."""
-        if request.suffix:
-            raise ApiError("suffix is not here; leave it out", param="suffix")
         chosen = request.n_texts != (request.n or 1)
         if chosen and (request.stream or request.n_texts < (request.n or 1)):
             raise ApiError("best_of must be n or more, and n in a stream: of so many texts the best n are told, which "
@@ -81,9 +81,27 @@ class Maker:
         n = self._limit(COMPLETION_TOKENS if request.asked is None else request.asked or 1)
         scored = request.logprobs if request.echo else None
         rules = self._rules(request, n, 0 if chosen and request.logprobs is None else request.logprobs)
-        prompts = self.prompts(request.prompt)
+        prompts = self._between(request) if request.suffix else self.prompts(listed(request.prompt))
         self._check_count(len(prompts) * request.n_texts)
         return [text for ids in prompts for text in self._texts(request, ids, n, rules, key, scored)]
+
+    def _between(self, request: CompletionRequest) -> list[list[int]]:
+        """The prompts of texts that come before a suffix. Raises ApiError."""
+        if request.echo:
+            raise ApiError("a text with a suffix stands between that and the prompt, which echo can't tell as one; "
+                           "leave one of them out", param="suffix")  # fmt: skip
+        infill = Infill(self.model.tokenizer, self.most, "suffix")
+        prefixes = [prompt if isinstance(prompt, str) else self._known(prompt) for prompt in listed(request.prompt)]
+        return [infill.prompt(prefix, request.suffix or "") for prefix in prefixes]
+
+    def infill(self, request: InfillRequest, key: str) -> list[Text]:
+        """A text between two others. Raises ApiError."""
+        n = self._limit(-1 if request.asked is None else request.asked or 1)
+        rules = self._rules(request, n, request.n_probs or None)
+        chunks = [Chunk(each.filename, each.text) for each in request.input_extra or ()]
+        infill = Infill(self.model.tokenizer, self.most, "input_prefix")
+        ids = infill.prompt(request.input_prefix, request.input_suffix, request.prompt or "", chunks)
+        return self._texts(request, ids, n, rules, key)
 
     def native(self, request: NativeRequest, key: str) -> list[Text]:
         """A text of each prompt, for as long as it goes on where no number of tokens is given. Raises ApiError."""
@@ -107,10 +125,9 @@ class Maker:
         if n > self.most_texts:
             raise ApiError(f"a request may ask for {self.most_texts} texts, got one for {n}; send several", param="n")
 
-    def prompts(self, given: str | Sequence[Any]) -> list[list[int]]:
-        """The ids of a prompt, or of several. Raises ApiError."""
-        several = [given] if isinstance(given, str) or isinstance(given[0], int) else given
-        return [self._ids(prompt) if isinstance(prompt, str) else self._known(prompt) for prompt in several]
+    def prompts(self, given: Sequence[str | list[int]]) -> list[list[int]]:
+        """Their ids. Raises ApiError."""
+        return [self._ids(prompt) if isinstance(prompt, str) else self._known(prompt) for prompt in given]
 
     def _ids(self, text: str) -> list[int]:
         try:

@@ -288,7 +288,7 @@ WRONG: list[tuple[str, Any, int, str | None]] = [
     (TEXTS, {"prompt": TEXT, "stop": ""}, 400, "stop"),
     (TEXTS, {"prompt": TEXT, "logit_bias": {"x": 1}}, 400, "logit_bias"),
     (TEXTS, {"prompt": TEXT, "logit_bias": {"999999": 1}}, 400, "logit_bias"),
-    (TEXTS, {"prompt": TEXT, "suffix": "x"}, 400, "suffix"),
+    (TEXTS, {"prompt": TEXT, "suffix": "x", "echo": True}, 400, "suffix"),
     (TEXTS, {"prompt": TEXT, "best_of": 3, "stream": True}, 400, "best_of"),
     (TEXTS, {"prompt": TEXT, "best_of": 2, "n": 3}, 400, "best_of"),
     (CHATS, {"messages": USER, "max_tokens": 0}, 400, "max_tokens"),
