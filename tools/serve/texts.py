@@ -273,7 +273,8 @@ class Maker:
             leader = found[0] if found else None
             most = request.speculative_n_max
             score = scored if leader is None else None
-            found.append(Text(ids, n, sampler, pieces, key, leader, most, adapters, rules, score))
+            text = Text(ids, n, sampler, pieces, key, leader, most, adapters, rules, score, request.n_texts)
+            found.append(text)
         return found
 
 
