@@ -18,6 +18,7 @@ from graphrt.tools.serve.said import Marks, Reader, Said
 from graphrt.tools.serve.scheduler import Event, Text
 from graphrt.tools.serve.schemas import ChatRequest, CompletionRequest, Generating, StreamOptions, listed
 from graphrt.tools.serve.state import State, events, json_response, key_of
+from graphrt.tools.serve.texts import tools_of
 
 Asked = TypeVar("Asked", ChatRequest, CompletionRequest)
 
@@ -83,9 +84,8 @@ def _check(body: Generating) -> None:
 
 def reader_of(body: ChatRequest, marks: Marks) -> Reader:
     """What reads a text of an answer. marks: of what it thinks."""
-    tools = [] if body.tool_choice == "none" else body.tools or []
-    one, must = body.parallel_tool_calls is False, body.tool_choice not in (None, "none", "auto")
-    return Reader(marks, tools, one_call=one, must_call=must)
+    tools, name = tools_of(body)
+    return Reader(marks, tools, one_call=body.parallel_tool_calls is False, must_call=name is not None)
 
 
 class Chat:

@@ -21,6 +21,7 @@ from graphrt.tools.serve.infill import Chunk, Infill
 from graphrt.tools.serve.said import PLAIN, Marks, marks_of
 from graphrt.tools.serve.scheduler import Text
 from graphrt.tools.serve.schemas import (
+    AllowedChoice,
     Biases,
     ChatRequest,
     CompletionRequest,
@@ -30,7 +31,7 @@ from graphrt.tools.serve.schemas import (
     Tool,
     listed,
 )
-from graphrt.tools.serve.schemas_native import InfillRequest, NativeRequest
+from graphrt.tools.serve.schemas_native import InfillRequest, NativeGenerating, NativeRequest
 
 #: Fields of a request -> SamplerParams'.
 _SAMPLERS = {
@@ -96,21 +97,24 @@ class Maker:
 
     def infill(self, request: InfillRequest, key: str) -> list[Text]:
         """A text between two others. Raises ApiError."""
-        n = self._limit(-1 if request.asked is None else request.asked or 1)
-        rules = self._rules(request, n, request.n_probs or None)
+        n, rules = self._native_rules(request)
         chunks = [Chunk(each.filename, each.text) for each in request.input_extra or ()]
         infill = Infill(self.model.tokenizer, self.most, "input_prefix")
         ids = infill.prompt(request.input_prefix, request.input_suffix, request.prompt or "", chunks)
         return self._texts(request, ids, n, rules, key)
 
     def native(self, request: NativeRequest, key: str) -> list[Text]:
-        """A text of each prompt, for as long as it goes on where no number of tokens is given. Raises ApiError."""
-        # of no tokens one is made, and isn't told: the cache has the prompt then
-        n = self._limit(-1 if request.asked is None else request.asked or 1)
-        rules = self._rules(request, n, request.n_probs or None)
+        """A text of each prompt. Raises ApiError."""
+        n, rules = self._native_rules(request)
         self._check_count(len(request.prompts))
         prompts = [self._ids(each) if isinstance(each, str) else self._mixed(each) for each in request.prompts]
         return [text for ids in prompts for text in self._texts(request, ids, n, rules, key)]
+
+    def _native_rules(self, request: NativeGenerating) -> tuple[int, TextRules]:
+        """How many tokens a text may have, any number where none is given, and how it is made."""
+        # of no tokens one is made, and isn't told: the cache has the prompt then
+        n = self._limit(-1 if request.asked is None else request.asked or 1)
+        return n, self._rules(request, n, request.n_probs or None)
 
     def _mixed(self, parts: Sequence[int | str]) -> list[int]:
         """Of texts and ids one after the other: what begins a text begins the first one alone."""
@@ -286,11 +290,20 @@ def tools_of(request: ChatRequest) -> tuple[list[Tool], str | None]:
         if choice not in (None, "none", "auto"):
             raise ApiError("a tool_choice that asks for a call needs tools, got none; give some", param="tool_choice")
         return [], None
+    if isinstance(choice, AllowedChoice):
+        names = [_name(each, tools, "allowed_tools") for each in choice.allowed_tools.tools]
+        allowed = [tool for tool in tools if tool.function.name in names]
+        return allowed, "" if choice.allowed_tools.mode == "required" else None
     if isinstance(choice, NamedTool):
-        if choice.function.name not in [tool.function.name for tool in tools]:
-            raise ApiError("tool_choice must name one of the tools", param="tool_choice.function.name")
-        return tools, choice.function.name
+        return tools, _name(choice, tools, "function.name")
     return tools, "" if choice == "required" else None
+
+
+def _name(choice: NamedTool, tools: Sequence[Tool], place: str) -> str:
+    """The name of a tool that there is. Raises ApiError."""
+    if choice.function.name not in [tool.function.name for tool in tools]:
+        raise ApiError("tool_choice must name tools that there are", param=f"tool_choice.{place}")
+    return choice.function.name
 
 
 def fields_of(params: SamplerParams) -> dict[str, Any]:
