@@ -222,6 +222,36 @@ def test_calls_of_tools(client: openai.OpenAI, http: httpx2.Client, choice: Any)
     assert prompt.startswith("rain ") and '"name": "rain"' in prompt and "wet" in prompt
 
 
+#: Texts with calls of `rain`, by the form that they are written in.
+WRITTEN = {
+    "Qwen": 'Oh.<tool_call>\\n{"name": "rain", "arguments": {"a": "t"}}\\n</tool_call>\\n<tool_call>{"name": "rain"}',
+    "Llama": '{"name": "rain", "parameters": {"a": "he", "b": [1, {}]}}',
+    "Mistral": '[{"name": "rain", "arguments": {"a": "t"}}, {"name": "rain", "arguments": {}}]',
+    "Qwen3-Coder": "<tool_call><function=rain>\\n<parameter=a>\\nhe\\n</parameter>\\n</function></tool_call>",
+    "GLM": "So <tool_call>rain\\n<arg_key>a</arg_key><arg_value>t</arg_value></tool_call>",
+}
+
+
+@pytest.mark.parametrize("form", WRITTEN)
+def test_calls_that_a_model_writes_by_itself(client: openai.OpenAI, form: str) -> None:
+    """A stream has what an answer has, as a client puts it together, and the arguments as they come."""
+    text = WRITTEN[form].replace('"', '\\"')
+    asked: dict[str, Any] = {"model": "tiny", "messages": USER, "tools": [WEATHER], "max_tokens": 300}
+    asked["extra_body"] = {"grammar": f'root ::= "{text}"'}
+    whole = client.chat.completions.create(**asked).choices[0]
+    with client.chat.completions.stream(**asked) as stream:
+        deltas = [event.arguments_delta for event in stream if event.type == "tool_calls.function.arguments.delta"]
+        gathered = stream.get_final_completion().choices[0]
+    calls = whole.message.tool_calls or []
+    assert [json.loads(call.function.arguments) for call in calls] and whole.finish_reason == "tool_calls"
+    assert gathered.finish_reason == "tool_calls" and (gathered.message.content or None) == whole.message.content
+    assert whole.message.content == {"Qwen": "Oh.", "GLM": "So "}.get(form)
+    assert [call.function.model_dump(include={"name", "arguments"}) for call in gathered.message.tool_calls or ()] == [
+        call.function.model_dump() for call in calls
+    ]
+    assert "".join(deltas) == "".join(call.function.arguments for call in calls) and len(deltas) > len(calls)
+
+
 def test_embeddings(client: openai.OpenAI, tiny: Path) -> None:
     texts = [TEXT, "a", "hello " * 40]
     found = client.embeddings.create(model="tiny", input=texts)  # asks for base64
