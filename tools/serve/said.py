@@ -109,10 +109,10 @@ class Reader:
     def end(self, *, cut: bool = False) -> Said:
         """The rest. cut: the text did not end by itself."""
         said = self._read(self._split.end())
-        rest, parts = self._finder.end(cut=cut)
+        said += self._told("", *self._finder.end(cut=cut))
         if self.calls and not cut and not self.calls[-1].whole:
-            parts.append(CallPart(whole=True))
-        return said + self._told("", rest, parts)
+            said += Said(calls=(self._counted(CallPart(whole=True)),))
+        return said
 
     @property
     def calls_end_it(self) -> bool:

@@ -184,6 +184,10 @@ def test_one_call_of_several() -> None:
     reader = Reader(Marks(), TOOLS, one_call=True)
     said = reader.push(CALL * 2) + reader.end()
     assert len(reader.calls) == 1 and {part.number for part in said.calls} == {0}
+    reader = Reader(Marks(), TOOLS, one_call=True)
+    reader.push(f'{FORM}{{"a": <}}</tool_call>{CALL}')
+    reader.end()
+    assert [call.arguments for call in reader.calls] == ['{"a": '] and reader.calls_end_it
 
 
 def test_a_tools_own_references() -> None:
