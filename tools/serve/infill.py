@@ -34,11 +34,8 @@ class Infill:
             )
         self._tokenizer, self._most = tokenizer, most
 
-    def prompt(
-        self, prefix: str | Sequence[int], suffix: str, begun: str = "", chunks: Sequence[Chunk] = ()
-    ) -> list[int]:
-        """begun: what the middle begins with; chunks: come first, as files of a project where the vocabulary has
-        tokens for that."""
+    def prompt(self, prefix: str | Sequence[int], suffix: str, chunks: Sequence[Chunk] = ()) -> list[int]:
+        """chunks: come first, as files of a project where the vocabulary has tokens for that."""
         tokenizer, fim = self._tokenizer, self._tokenizer.fim
         found = [tokenizer.bos_id] if tokenizer.add_bos and tokenizer.bos_id is not None else []
         if "rep" in fim and "sep" in fim:
@@ -52,7 +49,7 @@ class Infill:
             for chunk in chunks:
                 found += self._ids(chunk.text)
         before = self._ids(prefix) if isinstance(prefix, str) else prefix
-        return [*found, fim["pre"], *before, fim["suf"], *self._ids(suffix), fim["mid"], *self._ids(begun)]
+        return [*found, fim["pre"], *before, fim["suf"], *self._ids(suffix), fim["mid"]]
 
     def _ids(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, False, False, self._most) if text else []

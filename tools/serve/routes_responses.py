@@ -91,7 +91,7 @@ class Answer:
             yield self._event("error", {"message": error.message, "code": error.code, "param": error.param})
             return
         whole = self._response(finish)
-        yield self._event(f"response.{whole['status']}", {"response": whole})
+        yield self._event(f"response.{whole['status']}", {"response": whole, **self._timings(finish)})
 
     def _response(self, finish: str = "") -> dict[str, Any]:
         """finish: why the text ended, "" while it goes on."""
@@ -118,7 +118,11 @@ class Answer:
             "tool_choice": given.get("tool_choice", "auto"), "tools": given.get("tools", []),
             "top_logprobs": body.top_logprobs or 0, "truncation": "disabled", "usage": told, "user": body.user,
             "metadata": body.metadata or {},
-        }  # fmt: skip
+        } | self._timings(finish)  # fmt: skip
+
+    def _timings(self, finish: str) -> dict[str, Any]:
+        """Of a text that has ended, where they are asked for."""
+        return {"timings": answers.timings([self.text])} if finish and self.body.timings_per_token else {}
 
     # ---- items, and the events that tell of them ----
 

@@ -49,12 +49,12 @@ class NativeGenerating(Generating):
 class Chunk(Loose):
     """A file, or a part of one, beside the one that is filled in."""
 
-    filename: str = ""
+    filename: str = "tmp"
     text: str
 
 
 class InfillRequest(NativeGenerating):
-    """/infill. prompt: what the text begins with that belongs between prefix and suffix."""
+    """/infill. prompt: comes behind the prefix, as editors send a file's lines and then the beginning of one."""
 
     input_prefix: str
     input_suffix: str

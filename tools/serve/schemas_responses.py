@@ -107,6 +107,7 @@ class ResponsesRequest(Body):
     tool_choice: Literal["none", "auto", "required"] | NamedChoice | AllowedChoice | None = None
     parallel_tool_calls: bool | None = None
     include: list[Included] | None = None
+    timings_per_token: bool | None = None  # llama-server's
     # of what is stored: nothing is
     previous_response_id: str | None = None
     conversation: str | dict[str, Any] | None = None

@@ -100,7 +100,7 @@ class Maker:
         n, rules = self._native_rules(request)
         chunks = [Chunk(each.filename, each.text) for each in request.input_extra or ()]
         infill = Infill(self.model.tokenizer, self.most, "input_prefix")
-        ids = infill.prompt(request.input_prefix, request.input_suffix, request.prompt or "", chunks)
+        ids = infill.prompt(request.input_prefix + (request.prompt or ""), request.input_suffix, chunks)
         return self._texts(request, ids, n, rules, key)
 
     def native(self, request: NativeRequest, key: str) -> list[Text]:

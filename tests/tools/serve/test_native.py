@@ -127,14 +127,16 @@ def test_a_text_between_two_others(http: httpx2.Client, client: openai.OpenAI, t
     """By a prompt whose tokens stand around what is before and what is behind."""
     encode = load(tiny, "cpu").tokenizer.encode
     pre, suf, mid, rep, sep = range(4, 9)
-    around = [pre, *encode("the <s>", False), suf, *encode(" sea", False), mid]
-    wanted = made(http, prompt=[1, *around, *encode("he", False)], return_tokens=True)
+    around, longer = (
+        [pre, *encode(text, False), suf, *encode(" sea", False), mid] for text in ("the <s>", "the <s>he")
+    )
+    wanted = made(http, prompt=[1, *longer], return_tokens=True)
     asked: dict[str, Any] = {"input_prefix": "the <s>", "input_suffix": " sea", "n_predict": 6, "return_tokens": True}
     found = http.post("/infill", json={**asked, "prompt": "he", "nothing": 1})
     assert found.status_code == 200 and found.json()["tokens"] == wanted["tokens"]
     extra = [{"filename": "a", "text": "in\n"}, {"text": "we", "time": 5}]
     file, project = (encode(text, False) for text in ("filename\n", "myproject\n"))
-    chunks = [sep, *encode("a\nin\n", False), sep, *encode("\nwe", False), sep, *file]
+    chunks = [sep, *encode("a\nin\n", False), sep, *encode("tmp\nwe", False), sep, *file]
     wanted = made(http, prompt=[1, rep, *project, *chunks, *around], return_tokens=True)
     told = http.post("/infill", json={**asked, "input_extra": extra}).json()
     assert (told["tokens"], told["prompt"]) == (wanted["tokens"], wanted["prompt"])
@@ -170,7 +172,7 @@ def test_chunks_without_tokens_for_files(tiny: Path) -> None:
     """They come first, as they are."""
     tokenizer = load(tiny, "cpu").tokenizer
     tokenizer.fim = {role: tokenizer.fim[role] for role in ("pre", "suf", "mid")}
-    found = Infill(tokenizer, 99, "").prompt("a", "", "", [Chunk("f", "sea")])
+    found = Infill(tokenizer, 99, "").prompt("a", "", [Chunk("f", "sea")])
     assert found == [1, *tokenizer.encode("sea", False), 4, *tokenizer.encode("a", False), 5, 6]
 
 
@@ -211,6 +213,10 @@ def test_times_are_told_where_they_are_asked_for(http: httpx2.Client) -> None:
     assert "timings" not in plain(http)
     assert plain(http, timings_per_token=True, n=2)["timings"]["predicted_n"] == 12
     body = {"messages": [{"role": "user", "content": TEXT}], "max_tokens": 4, "timings_per_token": True, "stream": True}
+    asked: dict[str, Any] = {"input": TEXT, "max_output_tokens": 4, "timings_per_token": True}
+    assert http.post("/v1/responses", json=asked).json()["timings"]["predicted_n"] == 4
+    ended = http.post("/v1/responses", json={**asked, "stream": True}).text.strip().split("data: ")[-1]
+    assert json.loads(ended)["timings"]["predicted_n"] == 4
     lines = http.post("/v1/chat/completions", json={**body, "stream_options": {"include_usage": True}}).text.split(
         "\n\n"
     )
