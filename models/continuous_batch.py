@@ -56,8 +56,8 @@ class ContinuousBatch:
     rounding. failed: sequences whose grammar let nothing through or took too much, which have ended, with the error.
     alone: steps tell nothing of other sequences: a piece of a prompt, cut where n_batch divides it, is a step by
     itself, and all steps of single tokens have one size. pace: whether guesses pay, None where they are to be made in
-    any case; size: of all steps, where it is more than they need; n_guessed, n_right: tokens that were guessed, and
-    those that were right; times: what the latest steps took.
+    any case; size: of all steps, where it is more than they need; n_guesses: how often a sequence was guessed;
+    n_guessed, n_right: tokens that were guessed, and those that were right; times: what the latest steps took.
 
         with ContinuousBatch(engine) as batch:
             batch.add(0, prompt, 64)
@@ -69,7 +69,7 @@ class ContinuousBatch:
         self, engine: PagedSteps, pace: Pace | None = None, *, alone: bool = False, size: StepSize | None = None
     ) -> None:
         self.engine, self.pace = engine, pace
-        self.n_guessed = self.n_right = 0
+        self.n_guesses = self.n_guessed = self.n_right = 0
         self.failed: dict[int, SessionError] = {}
         self.times = deque[StepTime](maxlen=MOST_TIMES)
         self._going: dict[int, Going] = {}
@@ -314,6 +314,7 @@ class ContinuousBatch:
                 going.guesser.push(token)
             if guessed:
                 going.guesser.told(guessed, len(tokens) - 1)
+                self.n_guesses += 1
                 self.n_guessed += guessed
                 self.n_right += len(tokens) - 1
         if not going.wanted:

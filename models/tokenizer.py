@@ -48,9 +48,10 @@ class Tokenizer:
     """One vocabulary. Build it with `from_metadata`.
 
     n_vocab: number of tokens. texts: list of their texts as the file has them. longest: characters of the longest.
-    bos_id, eos_id, unk_id, eot_id, eom_id: ids, or None. eog_ids: frozenset of the ids that end a generation. add_bos,
-    add_eos, add_space_prefix: what the file asks for. model: "llama", "gpt2", "gemma4" or "bert"; pre: name of the
-    pre-tokenizer, None for SPM and WordPiece.
+    bos_id, eos_id, unk_id, eot_id, eom_id: ids, or None. eog_ids: frozenset of the ids that end a generation. fim: ids
+    of what stands around a text to be filled in, by role ("pre", "suf", "mid", "pad", "rep", "sep"), where there are
+    any. add_bos, add_eos, add_space_prefix: what the file asks for. model: "llama", "gpt2", "gemma4" or "bert"; pre:
+    name of the pre-tokenizer, None for SPM and WordPiece.
     """
 
     def __init__(self, vocab: Vocab, md: Mapping[str, Any]) -> None:
@@ -62,6 +63,7 @@ class Tokenizer:
         self.eot_id, self.eom_id = vocab.eot, vocab.eom
         self.sep_id = vocab.sep
         self.eog_ids: frozenset[int] = frozenset(vocab.eog)
+        self.fim: Mapping[str, int] = vocab.fim
         self._ids = vocab.ids
         self._kinds = bytes(vocab.kinds)
         keys = KeyReader(md, TokenizerError)

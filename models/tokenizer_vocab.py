@@ -97,6 +97,7 @@ class Vocab:
     eot: int | None = None
     eom: int | None = None
     eog: set[int] = field(default_factory=set)
+    fim: dict[str, int] = field(default_factory=dict)
 
     @classmethod
     def from_metadata(cls, md: Mapping[str, Any]) -> Vocab:
@@ -128,6 +129,7 @@ class Vocab:
         self.eot = self._named(self._special_id(md, ("eot_token_id",), None), _EOT)
         self.eom = self._named(self._special_id(md, ("eom_token_id",), None), _EOM)
         fim = {role: self._named(self._special_id(md, keys, None), texts) for role, (keys, texts) in _FIM.items()}
+        self.fim = {role: token for role, token in fim.items() if token is not None}
         ends = [fim["pad"], fim["rep"], fim["sep"], self.eos, self.eot, self.eom]
         self.eog = {i for i in ends if i is not None} | {i for i in map(self._mark_control, _EOG) if i is not None}
         for text in _ALWAYS_SHOWN:

@@ -13,6 +13,8 @@ from graphrt.tools.serve.scheduler import Text
 
 #: Piece.finish -> finish_reason.
 FINISH = {"eog": "stop", "stop": "stop", "length": "length", "context": "length"}
+#: Piece.finish of a text that would have gone on.
+CUT = ("length", "context")
 
 
 def head(kind: str, prefix: str, model: str, fingerprint: str) -> dict[str, Any]:
@@ -109,6 +111,11 @@ def completion_logprobs(
         best = {_text(tokenizer, token): _finite(logprob) for token, logprob in reversed(logprobs.best)}
         found["top_logprobs"].append({**dict(reversed(best.items())), text: _finite(logprobs.token)})
     return found if found["tokens"] else None
+
+
+def mean_logprob(pieces: Sequence[Piece]) -> float:
+    """Of a text's tokens, how likely they were: what texts are compared by."""
+    return sum(_finite(piece.logprobs.token) for piece in pieces if piece.logprobs is not None) / len(pieces)
 
 
 def length(prompt: Sequence[int], tokenizer: Tokenizer) -> int:

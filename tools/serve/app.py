@@ -22,7 +22,7 @@ from graphrt.errors import GraphrtError
 from graphrt.tools.serve.errors import ApiError, of_runtime
 from graphrt.tools.serve.openapi import Endpoint, Served, description
 from graphrt.tools.serve.origins import Origins
-from graphrt.tools.serve.routes_native import NativeRoute
+from graphrt.tools.serve.routes_native import NativeRoutes
 from graphrt.tools.serve.routes_other import OtherRoutes
 from graphrt.tools.serve.routes_responses import ResponsesRoute
 from graphrt.tools.serve.routes_text import TextRoutes
@@ -35,7 +35,7 @@ from graphrt.tools.serve.schemas import (
     TemplateRequest,
     TokenizeRequest,
 )
-from graphrt.tools.serve.schemas_native import NativeRequest
+from graphrt.tools.serve.schemas_native import InfillRequest, NativeRequest
 from graphrt.tools.serve.schemas_responses import ResponsesRequest
 from graphrt.tools.serve.state import State, json_response
 
@@ -95,11 +95,12 @@ def application(
 
 def routes_of(state: State) -> list[Served]:
     """What there is, but for its description."""
-    text, other, responses, native = TextRoutes(state), OtherRoutes(state), ResponsesRoute(state), NativeRoute(state)
+    text, other, responses, native = TextRoutes(state), OtherRoutes(state), ResponsesRoute(state), NativeRoutes(state)
     return [
         Served("POST", "/v1/chat/completions", text.chat, "an answer to a conversation", ChatRequest),
         Served("POST", "/v1/completions", text.completions, "texts after prompts", CompletionRequest),
         Served("POST", "/completion", native.completion, "the same in llama-server's own form", NativeRequest),
+        Served("POST", "/infill", native.infill, "a text between two others, in that form", InfillRequest),
         Served("POST", "/v1/responses", responses.responses, "an answer, in the newer form", ResponsesRequest),
         Served("POST", "/v1/embeddings", other.embeddings, "vectors of texts", EmbeddingsRequest),
         Served("GET", "/v1/models", other.models, "the model's names"),

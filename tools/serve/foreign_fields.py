@@ -9,7 +9,7 @@ from typing import Any
 UNUSED = frozenset(
     (
         # OpenAI's: what is kept, billed or watched there
-        *("store", "prompt_cache_retention", "verbosity"),
+        *("store", "prompt_cache_retention", "prompt_cache_options", "verbosity"),
         # llama-server's: where and when a text is made, and what is told beside it
         *("id_slot", "n_keep", "n_discard", "return_progress", "return_tokens"),
         *("speculative.n_min", "speculative.p_min", "speculative.type", "parse_tool_calls"),

@@ -7,7 +7,7 @@ import codecs
 import contextlib
 import json
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -26,6 +26,11 @@ encoded = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=
 WRITE = "graphrt.write"
 #: Where the text belongs in a prepared piece.
 HERE = "\0"
+
+
+def together(values: Iterable[str]) -> str:
+    """Data of several events as that of one, for who gives one event at a time."""
+    return "\n\ndata: ".join(values)
 
 
 class Chunks:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
+from graphrt.tools.serve import schemas
 from graphrt.tools.serve.errors import ApiError
 from graphrt.tools.serve.schemas import (
+    AllowedTools,
     CalledFunction,
     ChatRequest,
     Function,
@@ -19,7 +21,7 @@ from graphrt.tools.serve.schemas import (
     Tool,
     ToolCall,
 )
-from graphrt.tools.serve.schemas_responses import Item, NamedChoice, ResponsesRequest
+from graphrt.tools.serve.schemas_responses import AllowedChoice, Item, NamedChoice, ResponsesRequest
 
 T = TypeVar("T")
 #: Types of the parts of an input's content that are text.
@@ -32,15 +34,22 @@ def as_chat(body: ResponsesRequest) -> ChatRequest:
         if getattr(body, name) is not None:
             raise ApiError(f"{name} names what is stored, and nothing is stored here; send the conversation as input",
                            param=name)  # fmt: skip
-    choice = body.tool_choice
     return ChatRequest(
         messages=_messages(body), max_completion_tokens=body.max_output_tokens, temperature=body.temperature,
         top_p=body.top_p, response_format=_format(body), tools=_tools(body) or None,
-        tool_choice=_named(choice) if isinstance(choice, NamedChoice) else choice,
+        tool_choice=_choice(body.tool_choice),
         parallel_tool_calls=body.parallel_tool_calls, logprobs=body.tells_logprobs or None,
         top_logprobs=body.top_logprobs if body.tells_logprobs else None,
         reasoning_effort=body.reasoning.effort if body.reasoning else None,
     )  # fmt: skip
+
+
+def _choice(given: Any) -> Any:
+    """What may be called, in a chat's form."""
+    if isinstance(given, AllowedChoice):
+        allowed = AllowedTools(mode=given.mode, tools=[_named(each) for each in given.tools])
+        return schemas.AllowedChoice(type="allowed_tools", allowed_tools=allowed)
+    return _named(given) if isinstance(given, NamedChoice) else given
 
 
 def _named(choice: NamedChoice) -> NamedTool:

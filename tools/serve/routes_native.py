@@ -1,9 +1,9 @@
-"""/completion, llama-server's own route to texts after prompts, in its form."""
+"""/completion and /infill, llama-server's own routes to texts after prompts and between texts, in its form."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -14,26 +14,36 @@ from graphrt.tools.serve.errors import ApiError
 from graphrt.tools.serve.http import EventStream, body_of, encoded, watched
 from graphrt.tools.serve.inbox import Inbox
 from graphrt.tools.serve.scheduler import Text
-from graphrt.tools.serve.schemas_native import NativeRequest
+from graphrt.tools.serve.schemas_native import InfillRequest, NativeGenerating, NativeRequest
 from graphrt.tools.serve.state import State, events, json_response, key_of
-from graphrt.tools.serve.texts import fields_of
+from graphrt.tools.serve.texts import Maker, fields_of
+
+Asked = TypeVar("Asked", NativeRequest, InfillRequest)
 
 #: Piece.finish -> stop_type.
 _STOPPED = {"eog": "eos", "stop": "word", "length": "limit", "context": "limit"}
 
 
-class NativeRoute:
-    """The route."""
+class NativeRoutes:
+    """The routes."""
 
     def __init__(self, state: State) -> None:
         self.state = state
 
     async def completion(self, request: Request) -> Response:
+        return await self._made(request, NativeRequest, Maker.native)
+
+    async def infill(self, request: Request) -> Response:
+        return await self._made(request, InfillRequest, Maker.infill)
+
+    async def _made(
+        self, request: Request, form: type[Asked], make: Callable[[Maker, Asked, str], list[Text]]
+    ) -> Response:
         limits, maker = self.state.limits, self.state.generator()
-        body = await body_of(request, NativeRequest, limits.max_body, limits.body_seconds)
+        body = await body_of(request, form, limits.max_body, limits.body_seconds)
         self.state.check_model(body.model)
         key = key_of(request)
-        texts = await self.state.aside(lambda: maker.native(body, key))
+        texts = await self.state.aside(lambda: make(maker, body, key))
         inbox = self.state.submit(texts)
 
         def leave() -> None:
@@ -54,7 +64,7 @@ class Answer:
     """Texts after prompts, one for each. What says no number of tokens goes on to the context's end; with a number of
     0 a prompt is read, and nothing told."""
 
-    def __init__(self, state: State, body: NativeRequest, texts: Sequence[Text]) -> None:
+    def __init__(self, state: State, body: NativeGenerating, texts: Sequence[Text]) -> None:
         self.state, self.body, self.texts = state, body, texts
         self._shown, self._finish = [""] * len(texts), [""] * len(texts)
         self._made: list[list[int]] = [[] for _ in texts]

@@ -23,6 +23,7 @@ from graphrt.tools.serve.schemas import (
     EmbeddingsRequest,
     TemplateRequest,
     TokenizeRequest,
+    listed,
 )
 from graphrt.tools.serve.state import State, json_response
 from graphrt.tools.serve.texts import fields_of
@@ -44,8 +45,7 @@ class OtherRoutes:
         n_embd = model.network.hp.n_embd
         if body.dimensions not in (None, n_embd):
             raise ApiError(f"dimensions must be {n_embd}, the model's own, got {body.dimensions}", param="dimensions")
-        given = body.input
-        several = [given] if isinstance(given, str) or isinstance(given[0], int) else given
+        several = listed(body.input)
         try:
             ids = await state.aside(
                 lambda: [model.prompt_tokens(one) if isinstance(one, str) else one for one in several]

@@ -12,12 +12,13 @@ from starlette.responses import Response
 from graphrt.models.generation import Piece
 from graphrt.tools.serve import answers
 from graphrt.tools.serve.errors import ApiError
-from graphrt.tools.serve.http import HERE, Chunks, EventStream, body_of, encoded, watched
+from graphrt.tools.serve.http import HERE, Chunks, EventStream, body_of, encoded, together, watched
 from graphrt.tools.serve.inbox import Inbox
 from graphrt.tools.serve.said import Marks, Reader, Said
 from graphrt.tools.serve.scheduler import Event, Text
-from graphrt.tools.serve.schemas import ChatRequest, CompletionRequest, Generating, StreamOptions
+from graphrt.tools.serve.schemas import ChatRequest, CompletionRequest, Generating, StreamOptions, listed
 from graphrt.tools.serve.state import State, events, json_response, key_of
+from graphrt.tools.serve.texts import tools_of
 
 Asked = TypeVar("Asked", ChatRequest, CompletionRequest)
 
@@ -83,9 +84,8 @@ def _check(body: Generating) -> None:
 
 def reader_of(body: ChatRequest, marks: Marks) -> Reader:
     """What reads a text of an answer. marks: of what it thinks."""
-    tools = [] if body.tool_choice == "none" else body.tools or []
-    one, must = body.parallel_tool_calls is False, body.tool_choice not in (None, "none", "auto")
-    return Reader(marks, tools, one_call=one, must_call=must)
+    tools, name = tools_of(body)
+    return Reader(marks, tools, one_call=body.parallel_tool_calls is False, must_call=name is not None)
 
 
 class Chat:
@@ -110,21 +110,19 @@ class Chat:
         return {"usage": usage} | ({"timings": answers.timings(self.texts)} if self._timed else {})
 
     def _choice(self, i: int, pieces: Sequence[Piece]) -> dict[str, Any]:
-        reader, said = self._readers[i], Said()
-        for piece in pieces:
-            said += reader.push(piece.text)
-        rest, calls = reader.end()
-        reasoning, content = said + rest
+        reader, finish = self._readers[i], pieces[-1].finish
+        said = [*(reader.push(piece.text) for piece in pieces), reader.end(cut=finish in answers.CUT)]
+        reasoning, content = ("".join(parts) for parts in zip(*((each.reasoning, each.content) for each in said)))
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
         if reasoning:
             message["reasoning_content"] = reasoning
-        if calls:
-            message |= {"content": content or None, "tool_calls": calls}
+        if reader.calls:
+            message |= {"content": content or None, "tool_calls": [call.told for call in reader.calls]}
         return {
             "index": i,
             "message": message,
             "logprobs": answers.chat_logprobs(pieces, self.state.model.tokenizer),
-            "finish_reason": "tool_calls" if calls else answers.FINISH[pieces[-1].finish],
+            "finish_reason": "tool_calls" if reader.calls_end_it else answers.FINISH[finish],
         }
 
     async def stream(self, inbox: Inbox, usage: Usage) -> AsyncIterator[str]:
@@ -146,8 +144,8 @@ class Chat:
                 return None
             i = places[event.text]
             said = self._readers[i].push(piece.text)
-            if said.reasoning and said.content:
-                return chunk(_delta(i, _said(said)))
+            if said.calls or (said.reasoning and said.content):
+                return together(chunk(_delta(i, delta)) for delta in _deltas(said))
             return plain[i][bool(said.reasoning)](said.reasoning or said.content) if any(said) else ""
 
         inbox.form = usual
@@ -170,32 +168,31 @@ class Chat:
 
     def _pieces(self, i: int, piece: Piece) -> list[dict[str, Any]]:
         reader = self._readers[i]
-        said, calls = reader.push(piece.text), list[dict[str, Any]]()
+        said = reader.push(piece.text)
         if piece.finish:
-            rest, calls = reader.end()
-            said += rest
-        told = answers.chat_logprobs([piece], self.state.model.tokenizer)
-        delta = _said(said)
-        if told and not delta:
-            delta["content"] = said.content
-        found = [_delta(i, delta, told)] if delta else []
-        for n, call in enumerate(calls):
-            found += [_delta(i, {"tool_calls": [part]}) for part in _in_pieces(n, call)]
+            said += reader.end(cut=piece.finish in answers.CUT)
+        told, deltas = answers.chat_logprobs([piece], self.state.model.tokenizer), _deltas(said)
+        if told and not deltas:
+            deltas = [{"content": ""}]
+        found = [_delta(i, delta, told if n == 0 else None) for n, delta in enumerate(deltas)]
         if piece.finish:
-            found.append(_delta(i, {}, None, "tool_calls" if calls else answers.FINISH[piece.finish]))
+            ended = "tool_calls" if reader.calls_end_it else answers.FINISH[piece.finish]
+            found.append(_delta(i, {}, None, ended))
         return found
 
 
-def _in_pieces(n: int, call: dict[str, Any]) -> list[dict[str, Any]]:
-    """The n-th call of a text as streams have it: its name, then its arguments."""
-    name, arguments = call["function"]["name"], call["function"]["arguments"]
-    first = {"index": n, **call, "function": {"name": name, "arguments": ""}}
-    return [first, {"index": n, "function": {"arguments": arguments}}]
-
-
-def _said(said: Said) -> dict[str, Any]:
-    found = {"reasoning_content": said.reasoning} if said.reasoning else {}
-    return found | {"content": said.content} if said.content else found
+def _deltas(said: Said) -> list[dict[str, Any]]:
+    """What is new, as streams have it: of a call first its name, then its arguments."""
+    text = {"reasoning_content": said.reasoning} if said.reasoning else {}
+    text |= {"content": said.content} if said.content else {}
+    found: list[dict[str, Any]] = [text] if text else []
+    for part in said.calls:
+        if part.name:
+            named = {"name": part.name, "arguments": ""}
+            found.append({"tool_calls": [{"index": part.number, "id": part.id, "type": "function", "function": named}]})
+        if part.arguments:
+            found.append({"tool_calls": [{"index": part.number, "function": {"arguments": part.arguments}}]})
+    return found
 
 
 def _delta(i: int, delta: dict[str, Any], logprobs: Any = None, finish: str | None = None) -> dict[str, Any]:
@@ -207,13 +204,13 @@ class Completion:
 
     def __init__(self, state: State, body: CompletionRequest, texts: Sequence[Text]) -> None:
         self.state, self.texts, self._timed = state, texts, bool(body.timings_per_token)
+        self._n_told, self._n_made = body.n or 1, body.n_texts
         self._echo = [""] * len(texts)
         if body.echo:
-            prompt = body.prompt
-            given = prompt if isinstance(prompt, list) and not isinstance(prompt[0], int) else [prompt]
-            said = [p if isinstance(p, str) else state.model.tokenizer.decode(p) for p in given]
-            self._echo = [said[i // (body.n or 1)] for i in range(len(texts))]
-        self._scored = bool(body.echo) and body.logprobs is not None
+            said = [p if isinstance(p, str) else state.model.tokenizer.decode(p) for p in listed(body.prompt)]
+            self._echo = [said[i // self._n_made] for i in range(len(texts))]
+        self._tells_logprobs = body.logprobs is not None
+        self._scored = bool(body.echo) and self._tells_logprobs
         self._silent = body.asked == 0
         self._head = answers.head("text_completion", "cmpl", state.name, state.fingerprint)
 
@@ -223,11 +220,22 @@ class Completion:
         async for i, event in events(self.texts, inbox):
             assert event.piece is not None
             pieces[i].append(event.piece)
-        choices = [
-            self._choice(i, self._echo[i] + self._shown(made), self._told(made), made[-1].finish, prompt=self._scored)
-            for i, made in enumerate(pieces)
-        ]
+        choices = [self._whole(i, pieces[i]) | {"index": place} for place, i in enumerate(self._best(pieces))]
         return self._head | {"choices": choices} | self._counts()
+
+    def _whole(self, i: int, made: list[Piece]) -> dict[str, Any]:
+        text = self._echo[i] + self._shown(made)
+        return self._choice(i, text, self._told(made), made[-1].finish, prompt=self._scored)
+
+    def _best(self, pieces: Sequence[Sequence[Piece]]) -> list[int]:
+        """Of each prompt's texts those that are told, by their places: of more than are told the likeliest first."""
+        found: list[int] = []
+        for first in range(0, len(pieces), self._n_made):
+            places = list(range(first, first + self._n_made))
+            if self._n_made > self._n_told:
+                places.sort(key=lambda i: -answers.mean_logprob(pieces[i]))
+            found += places[: self._n_told]
+        return found
 
     def _told(self, pieces: list[Piece]) -> list[Piece]:
         return [] if self._silent else pieces
@@ -248,7 +256,8 @@ class Completion:
         said = (self.texts[i].leader or self.texts[i]) if prompt else None
         if said is not None:
             offset = len(self._echo[i]) - answers.length(said.prompt, self.state.model.tokenizer)
-        logprobs = answers.completion_logprobs(pieces, self.state.model.tokenizer, offset, said)
+        shown = pieces if self._tells_logprobs else ()
+        logprobs = answers.completion_logprobs(shown, self.state.model.tokenizer, offset, said)
         return {"index": i, "text": text, "logprobs": logprobs, "finish_reason": answers.FINISH.get(finish)}
 
     async def stream(self, inbox: Inbox, usage: Usage) -> AsyncIterator[str]:

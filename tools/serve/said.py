@@ -9,11 +9,14 @@ to=functions.f" and the arguments of a call. What a template doesn't mention is 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+import secrets
+from collections.abc import Callable, Container, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
+from graphrt.tools.serve.call_finder import CallFinder, overlap
+from graphrt.tools.serve.call_parts import CallPart
 from graphrt.tools.serve.schemas import Tool
-from graphrt.tools.serve.tool_calls import CallFinder, overlap
 
 #: The marks around what models think.
 _PAIRS = (
@@ -49,59 +52,96 @@ def marks_of(template: str, prompt: str) -> Marks:
 
 
 class Said(NamedTuple):
-    """A piece of each."""
+    """A piece of each. calls: pieces of calls."""
 
     reasoning: str = ""
     content: str = ""
+    calls: tuple[CallPart, ...] = ()
 
     def __add__(self, other: object) -> Said:
         assert isinstance(other, Said)
-        return Said(self.reasoning + other.reasoning, self.content + other.content)
+        return Said(self.reasoning + other.reasoning, self.content + other.content, self.calls + other.calls)
 
 
 class _Splitter(Protocol):
-    """Tells what is thought from what is answered. thinks: what comes next is thought, as far as is known; calls: name
-    and arguments of those that it has found."""
+    """Tells what is thought from what is answered. thinks: what comes next is thought, as far as is known."""
 
     thinks: bool
-    calls: list[tuple[str, str]]
 
     def push(self, text: str) -> Said: ...
 
     def end(self) -> Said: ...
 
 
+@dataclass
+class Call:
+    """A call of a tool, as far as it is made. whole: nothing more comes of it."""
+
+    id: str
+    name: str
+    arguments: str = ""
+    whole: bool = False
+
+    @property
+    def told(self) -> dict[str, Any]:
+        """In OpenAI's form."""
+        return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
+
+
 class Reader:
     """Reads one text as it is made. marks: of its reasoning; tools: that may be called; one_call: of several calls the
-    first counts; must_call: a text that is no call was cut before it was one, and says nothing. n_reasoning: pieces
-    that were thought."""
+    first counts; must_call: what of a text is no call was cut before it was one, and is not told. n_reasoning: pieces
+    that were thought; calls: what was called so far."""
 
     def __init__(
         self, marks: Marks = PLAIN, tools: Sequence[Tool] = (), *, one_call: bool = False, must_call: bool = False
     ) -> None:
-        self._split: _Splitter = _Channels() if marks.channels else _Pair(marks)
-        self._tools = {tool.function.name for tool in tools}
+        names = {tool.function.name for tool in tools}
+        self._split: _Splitter = _Channels(names) if marks.channels else _Pair(marks)
         self._finder, self._one, self._must = CallFinder(tools), one_call, must_call
-        self.n_reasoning = 0
+        self.n_reasoning, self._n_begun, self.calls = 0, 0, list[Call]()
 
     def push(self, text: str) -> Said:
         """More of it; what is known for certain."""
         self.n_reasoning += self._split.thinks
-        reasoning, content = self._split.push(text)
-        return Said(reasoning, self._finder.push(content))
+        return self._read(self._split.push(text))
 
-    def end(self) -> tuple[Said, list[dict[str, Any]]]:
-        """The rest, and the calls in OpenAI's form."""
-        reasoning, content = self._split.end()
-        shown = self._finder.push(content)
-        rest, calls = self._finder.end()
-        for name, arguments in self._split.calls:
-            if name in self._tools:
-                calls.append(self._finder.call(name, arguments))
-            else:
-                rest += arguments
-        content = "" if self._must and not calls else shown + rest
-        return Said(reasoning, content), calls[:1] if self._one else calls
+    def end(self, *, cut: bool = False) -> Said:
+        """The rest. cut: the text did not end by itself."""
+        said = self._read(self._split.end())
+        said += self._told("", *self._finder.end(cut=cut))
+        if self.calls and not cut and not self.calls[-1].whole:
+            said += Said(calls=(self._counted(CallPart(whole=True)),))
+        return said
+
+    @property
+    def calls_end_it(self) -> bool:
+        """The text ended with a call, and was not cut in the middle of it."""
+        return bool(self.calls) and self.calls[-1].whole
+
+    def _read(self, said: Said) -> Said:
+        content, parts = self._finder.push(said.content)
+        return self._told(said.reasoning, content, [*said.calls, *parts])
+
+    def _told(self, reasoning: str, content: str, parts: Sequence[CallPart]) -> Said:
+        found = [self._counted(part) for part in parts if self._is_told(part)]
+        return Said(reasoning, "" if self._must else content, tuple(found))
+
+    def _is_told(self, part: CallPart) -> bool:
+        """Whether it is of a call that counts."""
+        self._n_begun += bool(part.name)
+        return self._n_begun <= 1 or not self._one
+
+    def _counted(self, part: CallPart) -> CallPart:
+        """A piece with its call's number, and where that begins with the call's id."""
+        if part.name:
+            self.calls.append(Call(f"call_{secrets.token_hex(12)}", part.name))
+        call = self.calls[-1]
+        if part.whole and not (call.arguments + part.arguments).strip():
+            part = part._replace(arguments="{}")
+        call.arguments += part.arguments
+        call.whole = call.whole or part.whole
+        return part._replace(number=len(self.calls) - 1, id=call.id if part.name else "")
 
 
 class _Pair:
@@ -110,7 +150,6 @@ class _Pair:
     def __init__(self, marks: Marks) -> None:
         self._marks, self._held, self._fresh = marks.pair, "", True
         self._step: Callable[[], Said] = self._before
-        self.calls: list[tuple[str, str]] = []
         self.thinks = False
         if marks.pair is None:
             self._step = self._after
@@ -165,12 +204,13 @@ class _Pair:
 
 
 class _Channels:
-    """Messages with channels. A text that does not begin with one is an answer."""
+    """Messages with channels. A text that does not begin with one is an answer, and so is a message to a tool that
+    there is not. names: of the tools."""
 
-    def __init__(self) -> None:
+    def __init__(self, names: Container[str]) -> None:
         self._held, self._header, self._first = "", True, True
-        self._to, self.thinks = "", False
-        self.calls: list[tuple[str, str]] = []
+        self._names, self._calls = names, False
+        self.thinks = False
 
     def push(self, text: str) -> Said:
         self._held += text
@@ -198,11 +238,10 @@ class _Channels:
         head, self._held = self._held[:at], self._held[at + len(_MESSAGE) :]
         channel = head.partition(_CHANNEL)[2].split()
         to = re.search(r"to=functions\.([\w.-]+)", head)
-        self._to, self._header, self._first = to[1] if to else "", False, False
-        self.thinks = not to and channel[:1] == ["analysis"]
-        if to:
-            self.calls.append((to[1], ""))
-        return Said()
+        self._header = self._first = False
+        self._calls = to is not None and to[1] in self._names
+        self.thinks = to is None and channel[:1] == ["analysis"]
+        return Said(calls=(CallPart(name=to[1]),)) if to is not None and self._calls else Said()
 
     def _body(self) -> Said | None:
         """What a message says; None where no more of it is known."""
@@ -212,13 +251,13 @@ class _Channels:
             shown, self._held = self._held[:n], self._held[n:]
             return self._told(shown) if shown else None
         shown, self._held = self._held[:at], self._held[at:]
-        self._header = True
-        said, self.thinks, self._to = self._told(shown), False, ""
+        said = self._told(shown)
+        if self._calls:
+            said += Said(calls=(CallPart(whole=True),))
+        self._header, self.thinks, self._calls = True, False, False
         return said
 
     def _told(self, text: str) -> Said:
-        if self._to:
-            name, before = self.calls[-1]
-            self.calls[-1] = name, before + text
-            return Said()
+        if self._calls:
+            return Said(calls=(CallPart(arguments=text),) if text else ())
         return Said(reasoning=text) if self.thinks else Said(content=text)

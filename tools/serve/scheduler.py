@@ -54,7 +54,7 @@ class Text:
     prompt that reads it first; most_guessed: tokens of it that may be guessed at a time, None for what the server has;
     adapters: the scale of each of the model's, None of a model without any; rules: what sampler and pieces are made by,
     for other ranks; scored: the prompt's log-probabilities are told beside those of so many of the likeliest tokens,
-    None: they are not told.
+    None: they are not told; n_choices: texts of this prompt that one request asks for.
 
     While it is made: tokens: prompt and made ones; n_cached: of the prompt, taken over from the cache, -1
     until it begins; seq: of the engine, -1 for none; how: how the device chooses its tokens, None where it can't;
@@ -73,6 +73,7 @@ class Text:
     adapters: tuple[float, ...] | None = None
     rules: TextRules | None = None
     scored: int | None = None
+    n_choices: int = 1
     state: str = WAITING
     tokens: list[int] = field(default_factory=list)
     n_cached: int = -1
@@ -111,13 +112,17 @@ class Cancelled(GraphrtError):
 
 @dataclass
 class Counts:
-    """Since the beginning."""
+    """Since the beginning. looked_up_tokens: of prompts, that the cache was searched for; busy_texts: that were read
+    or generated, of all steps together; guesses: of so many guessed tokens one after the other."""
 
     prompt_tokens: int = 0
+    looked_up_tokens: int = 0
     cached_tokens: int = 0
     made_tokens: int = 0
     preemptions: int = 0
     steps: int = 0
+    busy_texts: int = 0
+    guesses: int = 0
     guessed_tokens: int = 0
     right_tokens: int = 0
 
@@ -190,8 +195,10 @@ class Scheduler:
         try:
             self._admit()
             if self.running:
+                n_busy = len(self.running)
                 self._read()
                 self.counts.steps += 1
+                self.counts.busy_texts += n_busy
         except CacheFullError as error:
             self._make_room(error)
         except RankError as error:
@@ -268,6 +275,8 @@ class Scheduler:
             text.n_cached = len(text.tokens) - len(left)
             self.counts.prompt_tokens += len(text.tokens)
             self.counts.cached_tokens += text.n_cached
+            if engine.options.share and text.scored is None:
+                self.counts.looked_up_tokens += len(text.tokens)
         text.seq, text.state = seq, READING
         text.read = text.read or time.monotonic()
         self.running[seq] = text
@@ -346,9 +355,10 @@ class Scheduler:
     def _count_guesses(self) -> None:
         batch = self._batch
         assert batch is not None
+        self.counts.guesses += batch.n_guesses
         self.counts.guessed_tokens += batch.n_guessed
         self.counts.right_tokens += batch.n_right
-        batch.n_guessed = batch.n_right = 0
+        batch.n_guesses = batch.n_guessed = batch.n_right = 0
 
     def _step_by_host(self) -> None:
         """All texts', or where steps tell nothing of others those whose tokens the host must choose: pieces of prompts,

@@ -28,8 +28,15 @@ Prompts = str | Ids | Annotated[list[str | Ids], Field(min_length=1, max_length=
 #: A token's id, or a text for all of its tokens, and what is added to their logits: false for never.
 Bias = Annotated[list[bool | int | float | str], Field(min_length=2, max_length=2)]
 Biases = dict[str, float] | list[Bias]
+#: What is paid for where.
+Tier = Literal["auto", "default", "flex", "priority", "scale", "fast"]
 #: Texts of which an answer must be one.
 Choice = Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1, max_length=MAX_TEXTS)]
+
+
+def listed(given: Any) -> list[Any]:
+    """Prompts, or the only one, as a list."""
+    return [given] if isinstance(given, str) or isinstance(given[0], int) else given
 
 
 class Body(BaseModel):
@@ -169,6 +176,11 @@ class Generating(Body):
     def asked(self) -> int | None:
         return self.n_predict if self.max_tokens is None else self.max_tokens
 
+    @property
+    def n_texts(self) -> int:
+        """That are made of each prompt."""
+        return self.n or 1
+
 
 class CompletionRequest(Generating):
     """/v1/completions"""
@@ -179,6 +191,10 @@ class CompletionRequest(Generating):
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     suffix: str | None = None
+
+    @property
+    def n_texts(self) -> int:
+        return self.best_of or self.n or 1
 
 
 class Function(Loose):
@@ -200,6 +216,18 @@ class NamedFunction(Loose):
 class NamedTool(Loose):
     type: Literal["function"]
     function: NamedFunction
+
+
+class AllowedTools(Loose):
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], Field(min_length=1, max_length=MAX_CHOICES)]
+
+
+class AllowedChoice(Loose):
+    """Some of the tools, as if there were no others."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
 
 
 class CalledFunction(Loose):
@@ -239,7 +267,7 @@ class ChatRequest(Generating):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     tools: Annotated[list[Tool], Field(max_length=MAX_CHOICES)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedChoice | None = None
     parallel_tool_calls: bool | None = None
     modalities: list[Literal["text"]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -250,7 +278,7 @@ class ChatRequest(Generating):
     # taken and not looked at
     prediction: dict[str, Any] | None = None
     metadata: dict[str, str] | None = None
-    service_tier: Literal["auto", "default", "flex", "priority", "scale"] | None = None
+    service_tier: Tier | None = None
     prompt_cache_key: str | None = None
     safety_identifier: str | None = None
 

@@ -1,4 +1,4 @@
-"""What bodies of requests to llama-server's own /completion may hold."""
+"""What bodies of requests to llama-server's own /completion and /infill may hold."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from graphrt.models.key_reader import INT32_MAX
-from graphrt.tools.serve.schemas import MAX_CHOICES, MAX_TEXTS, MAX_TOP_LOGPROBS, Body, Generating, Id
+from graphrt.tools.serve.schemas import MAX_CHOICES, MAX_TEXTS, MAX_TOP_LOGPROBS, Body, Generating, Id, Loose
 
 
 class NativePrompt(Body):
@@ -17,14 +17,12 @@ class NativePrompt(Body):
 Mixed = Annotated[list[Id | str], Field(min_length=1)]
 
 
-class NativeRequest(Generating):
-    """/completion. is_list: it has several prompts; prompts: each a text, or texts and ids one after the other; stops:
-    the texts that end one."""
+class NativeGenerating(Generating):
+    """What both may hold. is_list: it has several prompts; stops: the texts that end one."""
 
     # llama-server takes what it does not know, and its clients send samplers of every other server too
     model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False)
 
-    prompt: str | NativePrompt | Annotated[list[Id | str | Mixed | NativePrompt], Field(min_length=1)]
     n_probs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     post_sampling_probs: Literal[False] | None = None
     return_tokens: bool | None = None
@@ -41,6 +39,36 @@ class NativeRequest(Generating):
 
     @property
     def is_list(self) -> bool:
+        return False
+
+    @property
+    def stops(self) -> list[str]:
+        return [self.stop] if isinstance(self.stop, str) else self.stop or []
+
+
+class Chunk(Loose):
+    """A file, or a part of one, beside the one that is filled in."""
+
+    filename: str = "tmp"
+    text: str
+
+
+class InfillRequest(NativeGenerating):
+    """/infill. prompt: comes behind the prefix, as editors send a file's lines and then the beginning of one."""
+
+    input_prefix: str
+    input_suffix: str
+    input_extra: Annotated[list[Chunk], Field(max_length=MAX_TEXTS)] | None = None
+    prompt: str | None = None
+
+
+class NativeRequest(NativeGenerating):
+    """/completion. prompts: each a text, or texts and ids one after the other."""
+
+    prompt: str | NativePrompt | Annotated[list[Id | str | Mixed | NativePrompt], Field(min_length=1)]
+
+    @property
+    def is_list(self) -> bool:
         return isinstance(self.prompt, list) and not any(isinstance(part, int) for part in self.prompt)
 
     @property
@@ -49,10 +77,6 @@ class NativeRequest(Generating):
         if isinstance(self.prompt, list) and self.is_list:
             given = self.prompt
         return [each.prompt_string if isinstance(each, NativePrompt) else each for each in given]
-
-    @property
-    def stops(self) -> list[str]:
-        return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
     @model_validator(mode="after")
     def _of_one_kind(self) -> NativeRequest:

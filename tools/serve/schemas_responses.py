@@ -16,7 +16,20 @@ from graphrt.tools.serve.schemas import (
     Name,
     Part,
     StreamOptions,
+    Tier,
 )
+
+#: What answers may have more of; the rest is of tools that are not here.
+Included = Literal[
+    "reasoning.encrypted_content",
+    "message.output_text.logprobs",
+    "message.input_image.image_url",
+    "file_search_call.results",
+    "web_search_call.results",
+    "web_search_call.action.sources",
+    "computer_call_output.output.image_url",
+    "code_interpreter_call.outputs",
+]
 
 
 class TextFormat(Body):
@@ -29,12 +42,15 @@ class TextFormat(Body):
 
 class TextOptions(Body):
     format: TextFormat | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None  # taken and not looked at
 
 
 class ReasoningOptions(Body):
     effort: Annotated[str, Field(max_length=64)] | None = None
     summary: str | None = None  # none is made
     generate_summary: str | None = None  # its older name
+    context: str | None = None  # taken and not looked at, as is the next one
+    mode: str | None = None
 
 
 class FunctionTool(Loose):
@@ -50,6 +66,14 @@ class FunctionTool(Loose):
 class NamedChoice(Loose):
     type: Literal["function"]
     name: Name
+
+
+class AllowedChoice(Loose):
+    """Some of the functions, as if there were no others."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedChoice], Field(min_length=1, max_length=MAX_CHOICES)]
 
 
 class Item(Loose):
@@ -80,9 +104,10 @@ class ResponsesRequest(Body):
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
     tools: Annotated[list[FunctionTool], Field(max_length=MAX_CHOICES)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedChoice | AllowedChoice | None = None
     parallel_tool_calls: bool | None = None
-    include: list[Literal["reasoning.encrypted_content", "message.output_text.logprobs"]] | None = None
+    include: list[Included] | None = None
+    timings_per_token: bool | None = None  # llama-server's
     # of what is stored: nothing is
     previous_response_id: str | None = None
     conversation: str | dict[str, Any] | None = None
@@ -92,7 +117,8 @@ class ResponsesRequest(Body):
     truncation: Literal["disabled"] | None = None
     user: str | None = None
     metadata: dict[str, str] | None = None
-    service_tier: Literal["auto", "default", "flex", "priority", "scale"] | None = None
+    service_tier: Tier | None = None
+    max_tool_calls: int | None = None  # of tools that a server calls itself
     prompt_cache_key: str | None = None
     safety_identifier: str | None = None
 

@@ -17,8 +17,13 @@ STEPS = (
 )  # fmt: skip
 #: The same of waiting, which is short or long.
 WAITS = (*STEPS, 10, 20, 40, 80)
-#: The same of tokens.
+#: The same of tokens in a step, and of those in a text.
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+LENGTHS = (
+    1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000, 200_000, 500_000, 1_000_000,
+)  # fmt: skip
+#: The same of texts that are made of one prompt.
+CHOICES = (1, 2, 5, 10, 20, 50, 100)
 
 
 class Tally(Collector):

@@ -17,9 +17,11 @@ from graphrt.tools.serve import tool_calls
 from graphrt.tools.serve.adapters import ServedAdapters
 from graphrt.tools.serve.errors import ApiError, of_runtime
 from graphrt.tools.serve.forms import Form, form_of
+from graphrt.tools.serve.infill import Chunk, Infill
 from graphrt.tools.serve.said import PLAIN, Marks, marks_of
 from graphrt.tools.serve.scheduler import Text
 from graphrt.tools.serve.schemas import (
+    AllowedChoice,
     Biases,
     ChatRequest,
     CompletionRequest,
@@ -27,8 +29,9 @@ from graphrt.tools.serve.schemas import (
     Message,
     NamedTool,
     Tool,
+    listed,
 )
-from graphrt.tools.serve.schemas_native import NativeRequest
+from graphrt.tools.serve.schemas_native import InfillRequest, NativeGenerating, NativeRequest
 
 #: Fields of a request -> SamplerParams'.
 _SAMPLERS = {
@@ -69,27 +72,49 @@ class Maker:
 
     def completion(self, request: CompletionRequest, key: str) -> list[Text]:
         """n texts of each prompt, one prompt after the other. Raises ApiError."""
-        for name in ("suffix", "best_of"):
-            if getattr(request, name) not in (None, request.n or 1 if name == "best_of" else ""):
-                raise ApiError(f"{name} is not here; leave it out", param=name)
+        chosen = request.n_texts != (request.n or 1)
+        if chosen and (request.stream or request.n_texts < (request.n or 1)):
+            raise ApiError("best_of must be n or more, and n in a stream: of so many texts the best n are told, which "
+                           f"is known at their end, got {request.best_of}", param="best_of")  # fmt: skip
         if request.asked == 0 and not request.echo:
             raise ApiError("max_tokens may be 0 where echo tells the prompt; ask for 1 or more", param="max_tokens")
         # a token that nobody asked for comes with the prompt's, and isn't told
         n = self._limit(COMPLETION_TOKENS if request.asked is None else request.asked or 1)
         scored = request.logprobs if request.echo else None
-        rules = self._rules(request, n, request.logprobs)
-        prompts = self.prompts(request.prompt)
-        self._check_count(len(prompts) * (request.n or 1))
+        rules = self._rules(request, n, 0 if chosen and request.logprobs is None else request.logprobs)
+        prompts = self._between(request) if request.suffix else self.prompts(listed(request.prompt))
+        self._check_count(len(prompts) * request.n_texts)
         return [text for ids in prompts for text in self._texts(request, ids, n, rules, key, scored)]
 
+    def _between(self, request: CompletionRequest) -> list[list[int]]:
+        """The prompts of texts that come before a suffix. Raises ApiError."""
+        if request.echo:
+            raise ApiError("a text with a suffix stands between that and the prompt, which echo can't tell as one; "
+                           "leave one of them out", param="suffix")  # fmt: skip
+        infill = Infill(self.model.tokenizer, self.most, "suffix")
+        prefixes = [prompt if isinstance(prompt, str) else self._known(prompt) for prompt in listed(request.prompt)]
+        return [infill.prompt(prefix, request.suffix or "") for prefix in prefixes]
+
+    def infill(self, request: InfillRequest, key: str) -> list[Text]:
+        """A text between two others. Raises ApiError."""
+        n, rules = self._native_rules(request)
+        chunks = [Chunk(each.filename, each.text) for each in request.input_extra or ()]
+        infill = Infill(self.model.tokenizer, self.most, "input_prefix")
+        ids = infill.prompt(request.input_prefix + (request.prompt or ""), request.input_suffix, chunks)
+        return self._texts(request, ids, n, rules, key)
+
     def native(self, request: NativeRequest, key: str) -> list[Text]:
-        """A text of each prompt, for as long as it goes on where no number of tokens is given. Raises ApiError."""
-        # of no tokens one is made, and isn't told: the cache has the prompt then
-        n = self._limit(-1 if request.asked is None else request.asked or 1)
-        rules = self._rules(request, n, request.n_probs or None)
+        """A text of each prompt. Raises ApiError."""
+        n, rules = self._native_rules(request)
         self._check_count(len(request.prompts))
         prompts = [self._ids(each) if isinstance(each, str) else self._mixed(each) for each in request.prompts]
         return [text for ids in prompts for text in self._texts(request, ids, n, rules, key)]
+
+    def _native_rules(self, request: NativeGenerating) -> tuple[int, TextRules]:
+        """How many tokens a text may have, any number where none is given, and how it is made."""
+        # of no tokens one is made, and isn't told: the cache has the prompt then
+        n = self._limit(-1 if request.asked is None else request.asked or 1)
+        return n, self._rules(request, n, request.n_probs or None)
 
     def _mixed(self, parts: Sequence[int | str]) -> list[int]:
         """Of texts and ids one after the other: what begins a text begins the first one alone."""
@@ -104,10 +129,9 @@ class Maker:
         if n > self.most_texts:
             raise ApiError(f"a request may ask for {self.most_texts} texts, got one for {n}; send several", param="n")
 
-    def prompts(self, given: str | Sequence[Any]) -> list[list[int]]:
-        """The ids of a prompt, or of several. Raises ApiError."""
-        several = [given] if isinstance(given, str) or isinstance(given[0], int) else given
-        return [self._ids(prompt) if isinstance(prompt, str) else self._known(prompt) for prompt in several]
+    def prompts(self, given: Sequence[str | list[int]]) -> list[list[int]]:
+        """Their ids. Raises ApiError."""
+        return [self._ids(prompt) if isinstance(prompt, str) else self._known(prompt) for prompt in given]
 
     def _ids(self, text: str) -> list[int]:
         try:
@@ -244,7 +268,7 @@ class Maker:
             raise ApiError("adapters are those that the server was started with (--lora), it has none", param="lora")
         adapters = None if self.adapters is None else self.adapters.of(request)
         found: list[Text] = []
-        for params in self.sampling(request).seeds(request.n or 1):
+        for params in self.sampling(request).seeds(request.n_texts):
             try:
                 with self._grammars:
                     sampler, pieces = self.model.new_text(params, rules)
@@ -253,7 +277,8 @@ class Maker:
             leader = found[0] if found else None
             most = request.speculative_n_max
             score = scored if leader is None else None
-            found.append(Text(ids, n, sampler, pieces, key, leader, most, adapters, rules, score))
+            text = Text(ids, n, sampler, pieces, key, leader, most, adapters, rules, score, request.n_texts)
+            found.append(text)
         return found
 
 
@@ -265,11 +290,20 @@ def tools_of(request: ChatRequest) -> tuple[list[Tool], str | None]:
         if choice not in (None, "none", "auto"):
             raise ApiError("a tool_choice that asks for a call needs tools, got none; give some", param="tool_choice")
         return [], None
+    if isinstance(choice, AllowedChoice):
+        names = [_name(each, tools, "allowed_tools") for each in choice.allowed_tools.tools]
+        allowed = [tool for tool in tools if tool.function.name in names]
+        return allowed, "" if choice.allowed_tools.mode == "required" else None
     if isinstance(choice, NamedTool):
-        if choice.function.name not in [tool.function.name for tool in tools]:
-            raise ApiError("tool_choice must name one of the tools", param="tool_choice.function.name")
-        return tools, choice.function.name
+        return tools, _name(choice, tools, "function.name")
     return tools, "" if choice == "required" else None
+
+
+def _name(choice: NamedTool, tools: Sequence[Tool], place: str) -> str:
+    """The name of a tool that there is. Raises ApiError."""
+    if choice.function.name not in [tool.function.name for tool in tools]:
+        raise ApiError("tool_choice must name tools that there are", param=f"tool_choice.{place}")
+    return choice.function.name
 
 
 def fields_of(params: SamplerParams) -> dict[str, Any]:

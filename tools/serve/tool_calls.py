@@ -1,18 +1,12 @@
-"""Calls of tools: the schema that makes a model write one, and calls found in what it has written.
-
-Models write calls as their templates taught them: <tool_call>{"name", "arguments"}</tool_call> (Qwen, Hermes), or a
-JSON object or list of such and nothing else (Llama, whose objects say "parameters", and Mistral). Between the marks
-there may be marks again (call_forms.py).
-"""
+"""Calls of tools on their way to a model: the schema that makes it write one, and those of earlier turns. What it
+writes is read by call_finder.py."""
 
 from __future__ import annotations
 
 import json
-import secrets
 from collections.abc import Sequence
 from typing import Any
 
-from graphrt.tools.serve.call_forms import marked_call
 from graphrt.tools.serve.errors import ApiError
 from graphrt.tools.serve.loose_schema import loose
 from graphrt.tools.serve.schemas import Tool, ToolCall
@@ -68,68 +62,3 @@ def plain(call: ToolCall, message: int, index: int) -> dict[str, Any]:
         place = f"messages[{message}].tool_calls[{index}].function.arguments"
         raise ApiError("a call's arguments must be JSON", param=place) from None
     return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
-
-
-class CallFinder:
-    """Tells calls from text in what a model writes. names: of the tools that there are; where there are none, all is
-    text."""
-
-    def __init__(self, tools: Sequence[Tool]) -> None:
-        self._tools = {tool.function.name: tool.function.parameters or {} for tool in tools}
-        self._held = ""
-        self._begun = False  # some text was given
-
-    def push(self, text: str) -> str:
-        """More of it; what is text for certain."""
-        if not self._tools:
-            return text
-        self._held += text
-        if not self._begun and (not self._held.strip() or self._held.lstrip()[0] in "{["):
-            return ""
-        at = self._held.find(_OPEN)
-        if at < 0:
-            at = len(self._held) - overlap(self._held, _OPEN)
-        shown, self._held = self._held[:at], self._held[at:]
-        self._begun = self._begun or bool(shown)
-        return shown
-
-    def end(self) -> tuple[str, list[dict[str, Any]]]:
-        """The rest: text, and the calls in OpenAI's form. What is no call of a tool that there is stays text."""
-        held, self._held = self._held, ""
-        if not self._tools:
-            return held, []
-        if _OPEN in held:
-            bodies = [part.partition(_CLOSE)[0] for part in held.split(_OPEN)[1:]]
-            found = [call for body in bodies for call in self._calls(body) or self._marked(body)]
-        else:
-            found = self._calls(held)
-        return ("", found) if found else (held, [])
-
-    def _calls(self, body: str) -> list[dict[str, Any]]:
-        try:
-            value = json.loads(body)
-        except (ValueError, RecursionError):
-            return []
-        found = []
-        for each in value if isinstance(value, list) else [value]:
-            if not isinstance(each, dict) or each.get("name") not in self._tools:
-                return []
-            arguments = each.get("arguments", each.get("parameters", {}))
-            said = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-            found.append(self.call(each["name"], said))
-        return found
-
-    def _marked(self, body: str) -> list[dict[str, Any]]:
-        found = marked_call(body, self._tools)
-        return [] if found is None else [self.call(found[0], json.dumps(found[1], ensure_ascii=False))]
-
-    @staticmethod
-    def call(name: str, arguments: str) -> dict[str, Any]:
-        """A call in OpenAI's form."""
-        function = {"name": name, "arguments": arguments}
-        return {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function}
-
-
-def overlap(text: str, mark: str) -> int:
-    """How many characters at the end of a text may be the beginning of a mark."""
-    return next((n for n in range(min(len(text), len(mark) - 1), 0, -1) if mark.startswith(text[-n:])), 0)

@@ -253,11 +253,12 @@ def made_state(model: Model, args: argparse.Namespace, sampling: Any) -> State:
     from graphrt.tools.serve.texts import Maker
     from graphrt.tools.serve.worker import Worker
 
-    limits, metrics = Limits(args.max_body, args.timeout, args.max_queue), Metrics()
+    names, limits = names_of(model, args), Limits(args.max_body, args.timeout, args.max_queue)
+    metrics = Metrics(names[0])
     at_once = args.parallel + args.max_queue  # texts that can be there at once
     scheduler, embed = scheduler_of(model, args), embed_of(model, args)
     leader = Leader(model.ranks, scheduler) if model.ranks is not None else None
-    maker, names, adapters = None, names_of(model, args), None
+    maker = adapters = None
     if scheduler is not None and model.decoder.adapters is not None:
         adapters = ServedAdapters(names, model.decoder.adapters.names, model.decoder.adapters.scales)
     if scheduler is not None:

@@ -13,13 +13,15 @@ from support.tiny import CHAT, write_model
 TOOLS = "{% if tools %}{% for t in tools %}{{ t.function.name }} {% endfor %}{% endif %}" + CHAT.replace(
     "{{ m.content }}", "{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function | tojson }}{% endfor %}"
 )
+#: Tokens that stand around a text to be filled in.
+FIM = {f"fim_{role}_token_id": 4 + i for i, role in enumerate(("pre", "suf", "mid", "rep", "sep"))}
 
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model of 4,096 tokens, so that a text takes a while."""
     path = tmp_path_factory.mktemp("serve") / "tiny.gguf"
-    return write_model(path, "llama", tokenizer="spm", chat=TOOLS, context_length=4096)
+    return write_model(path, "llama", tokenizer="spm", chat=TOOLS, context_length=4096, vocab=FIM)
 
 
 @pytest.fixture(scope="session")

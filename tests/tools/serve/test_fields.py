@@ -35,7 +35,8 @@ FORMS: list[tuple[dict[str, Any], str]] = [
 #: What changes no answer, in a request and in its messages.
 UNUSED: list[dict[str, Any]] = [
     {"functions": None, "audio": None, "web_search_options": None},
-    {"store": True, "verbosity": "low", "prompt_cache_retention": "24h"},
+    {"store": True, "verbosity": "low", "prompt_cache_retention": "24h", "prompt_cache_options": {"mode": "implicit"}},
+    {"service_tier": "fast"},
     {"id_slot": -1, "n_keep": 0, "timings_per_token": True, "return_progress": True},
     {"priority": 0, "skip_special_tokens": True, "use_beam_search": False, "length_penalty": 1.0},
     {"top_logprobs": 0},
@@ -92,6 +93,45 @@ def test_what_changes_no_answer_is_taken(http: httpx2.Client) -> None:
         ("/apply-template", {"messages": USER}),
     ):
         assert http.post(path, json={**body, "model": "tiny"}).status_code == 200
+
+
+def test_some_of_the_tools_as_if_there_were_no_others(http: httpx2.Client) -> None:
+    def called(path: str, allowed: list[str], mode: str = "required") -> tuple[int, Any]:
+        functions = [{"name": name, "parameters": {"type": "object", "properties": {}}} for name in ("rain", "snow")]
+        if path == CHATS:
+            tools: list[Any] = [{"type": "function", "function": {"name": name}} for name in allowed]
+            body: dict[str, Any] = {"messages": USER, "max_tokens": 90}
+            body |= {"tools": [{"type": "function", "function": each} for each in functions]}
+            body |= {"tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}}
+        else:
+            tools = [{"type": "function", "name": name} for name in allowed]
+            body = {
+                "input": TEXT,
+                "max_output_tokens": 90,
+                "tools": [{"type": "function", **each} for each in functions],
+            }
+            body |= {"tool_choice": {"type": "allowed_tools", "mode": mode, "tools": tools}}
+        answer = http.post(path, json=body)
+        return answer.status_code, answer.json()
+
+    for name in ("snow", "rain"):
+        status, told = called(CHATS, [name])
+        assert status == 200 and told["choices"][0]["message"]["tool_calls"][0]["function"]["name"] == name, told
+        status, told = called("/v1/responses", [name])
+        assert status == 200 and told["output"][0]["name"] == name, told
+    status, told = called(CHATS, ["snow"], "auto")
+    assert status == 200 and told["choices"][0]["message"]["content"]
+    for path in (CHATS, "/v1/responses"):
+        status, told = called(path, ["rain", "hail"])
+        assert status == 400 and told["error"]["param"] == "tool_choice.allowed_tools", told
+
+
+def test_what_changes_no_answer_of_responses(http: httpx2.Client) -> None:
+    body = {"input": TEXT, "max_output_tokens": 4}
+    more = {"include": ["web_search_call.action.sources"], "max_tool_calls": 3, "text": {"verbosity": "low"},
+            "reasoning": {"effort": "low", "mode": "standard", "context": "auto"}, "service_tier": "fast"}  # fmt: skip
+    texts = [http.post("/v1/responses", json=each).json()["output"][0]["content"] for each in (body, body | more)]
+    assert texts[0] == texts[1]
 
 
 def test_what_is_not_here_is_refused(http: httpx2.Client) -> None:

@@ -40,5 +40,14 @@ def test_what_langchain_asks_for(served: Served) -> None:
     assert langchain.OpenAI(max_tokens=5, **how).invoke("hello") == (
         plain.completions.create(model="tiny", prompt="hello", max_tokens=5).choices[0].text
     )
+    for responses in (False, True):  # calls of tools, whole and piece by piece, by both of OpenAI's routes
+        calls = langchain.ChatOpenAI(max_tokens=200, use_responses_api=responses, **how).bind_tools(
+            [Rain], tool_choice="any"
+        )
+        (call,) = calls.invoke("is it heavy?").tool_calls
+        first, *rest = calls.stream("is it heavy?")
+        assert len(rest) > 4, "the arguments come as they are made"
+        (streamed,) = sum(rest, first).tool_calls
+        assert (streamed["name"], streamed["args"]) == (call["name"], call["args"]) and set(call["args"]) == {"heavy"}
     vectors = langchain.OpenAIEmbeddings(base_url=url, api_key="none", model="tiny", check_embedding_ctx_length=False)
     assert [len(vector) for vector in vectors.embed_documents(["hello", "the sea"])] == [64, 64]

@@ -1,14 +1,24 @@
-"""/completion, llama-server's own route: its form, its names, and the texts of OpenAI's route."""
+"""/completion and /infill, llama-server's own routes: their form, their names, and the texts of OpenAI's route."""
 
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import httpx2
 import openai
 import pytest
 from support.served import Served
+from support.tiny import write_model
+
+from graphrt.models import load
+from graphrt.models.sampling_params import SamplerParams
+from graphrt.tools.serve.errors import ApiError
+from graphrt.tools.serve.infill import Chunk, Infill
+from graphrt.tools.serve.schemas import CompletionRequest
+from graphrt.tools.serve.schemas_native import InfillRequest
+from graphrt.tools.serve.texts import Maker
 
 TEXT = "hello the sea"
 TEXTS = "/v1/completions"
@@ -17,6 +27,11 @@ TEXTS = "/v1/completions"
 @pytest.fixture
 def http(served: Served) -> httpx2.Client:
     return httpx2.Client(base_url=served.url, timeout=60)
+
+
+@pytest.fixture
+def client(served: Served) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0)
 
 
 def made(http: httpx2.Client, **body: Any) -> Any:
@@ -108,6 +123,59 @@ def test_a_full_context(http: httpx2.Client) -> None:
     assert found["tokens_evaluated"] + found["tokens_predicted"] >= 4096
 
 
+def test_a_text_between_two_others(http: httpx2.Client, client: openai.OpenAI, tiny: Path) -> None:
+    """By a prompt whose tokens stand around what is before and what is behind."""
+    encode = load(tiny, "cpu").tokenizer.encode
+    pre, suf, mid, rep, sep = range(4, 9)
+    around, longer = (
+        [pre, *encode(text, False), suf, *encode(" sea", False), mid] for text in ("the <s>", "the <s>he")
+    )
+    wanted = made(http, prompt=[1, *longer], return_tokens=True)
+    asked: dict[str, Any] = {"input_prefix": "the <s>", "input_suffix": " sea", "n_predict": 6, "return_tokens": True}
+    found = http.post("/infill", json={**asked, "prompt": "he", "nothing": 1})
+    assert found.status_code == 200 and found.json()["tokens"] == wanted["tokens"]
+    extra = [{"filename": "a", "text": "in\n"}, {"text": "we", "time": 5}]
+    file, project = (encode(text, False) for text in ("filename\n", "myproject\n"))
+    chunks = [sep, *encode("a\nin\n", False), sep, *encode("tmp\nwe", False), sep, *file]
+    wanted = made(http, prompt=[1, rep, *project, *chunks, *around], return_tokens=True)
+    told = http.post("/infill", json={**asked, "input_extra": extra}).json()
+    assert (told["tokens"], told["prompt"]) == (wanted["tokens"], wanted["prompt"])
+    # OpenAI's name, of prompts as texts and ids
+    wanted = plain(http, prompt=[[1, *around], [1, pre, suf, *encode(" sea", False), mid]])["choices"]
+    for prompts in (["the <s>", ""], [encode("the <s>", False), ""]):
+        completed = client.completions.create(model="tiny", prompt=prompts, suffix=" sea", max_tokens=6)
+        assert [choice.text for choice in completed.choices] == [choice["text"] for choice in wanted]
+    for body, param in (
+        ({"input_prefix": "a"}, "input_suffix"),
+        ({"input_suffix": "a"}, "input_prefix"),
+        ({**asked, "input_extra": [{}]}, "input_extra[0].text"),
+        ({**asked, "input_extra": [{"text": "a", "filename": 5}]}, "input_extra[0].filename"),
+        ({**asked, "input_prefix": "sea " * 5000}, "prompt"),
+    ):
+        answer = http.post("/infill", json=body)
+        assert answer.status_code == 400 and answer.json()["error"]["param"] == param, answer.text
+
+
+def test_vocabularies_without_tokens_for_the_middle(tmp_path: Path) -> None:
+    path = write_model(tmp_path / "m.gguf", "llama", tokenizer="spm", vocab={"fim_suf_token_id": 5})
+    maker = Maker(load(path, "cpu"), SamplerParams(), 128)
+    with pytest.raises(ApiError, match="none for the prefix and the middle") as refused:
+        maker.infill(InfillRequest(input_prefix="a", input_suffix="b"), "")
+    assert (refused.value.status, refused.value.param) == (400, "input_prefix")
+    with pytest.raises(ApiError) as refused:
+        maker.completion(CompletionRequest(prompt="a", suffix="b"), "")
+    assert refused.value.param == "suffix"
+    assert maker.completion(CompletionRequest(prompt="a", suffix=""), "")
+
+
+def test_chunks_without_tokens_for_files(tiny: Path) -> None:
+    """They come first, as they are."""
+    tokenizer = load(tiny, "cpu").tokenizer
+    tokenizer.fim = {role: tokenizer.fim[role] for role in ("pre", "suf", "mid")}
+    found = Infill(tokenizer, 99, "").prompt("a", "", [Chunk("f", "sea")])
+    assert found == [1, *tokenizer.encode("sea", False), 4, *tokenizer.encode("a", False), 5, 6]
+
+
 def test_what_is_wrong(http: httpx2.Client) -> None:
     for body, param in (
         ({"prompt": [5, [6]]}, "prompt"),
@@ -145,6 +213,10 @@ def test_times_are_told_where_they_are_asked_for(http: httpx2.Client) -> None:
     assert "timings" not in plain(http)
     assert plain(http, timings_per_token=True, n=2)["timings"]["predicted_n"] == 12
     body = {"messages": [{"role": "user", "content": TEXT}], "max_tokens": 4, "timings_per_token": True, "stream": True}
+    asked: dict[str, Any] = {"input": TEXT, "max_output_tokens": 4, "timings_per_token": True}
+    assert http.post("/v1/responses", json=asked).json()["timings"]["predicted_n"] == 4
+    ended = http.post("/v1/responses", json={**asked, "stream": True}).text.strip().split("data: ")[-1]
+    assert json.loads(ended)["timings"]["predicted_n"] == 4
     lines = http.post("/v1/chat/completions", json={**body, "stream_options": {"include_usage": True}}).text.split(
         "\n\n"
     )

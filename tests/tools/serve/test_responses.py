@@ -89,13 +89,19 @@ def test_calls_of_tools(client: openai.OpenAI, choice: Any) -> None:
     assert found.status == "completed" and found.output_text == "" and found.tools[0].name == "rain"
     assert (call.type, call.name, json.loads(call.arguments)) == ("function_call", "rain", {"a": "t"})
     events = list(client.responses.create(**asked, max_output_tokens=120, stream=True))
-    assert [event.type for event in events] == [
+    deltas = [event for event in events if event.type == "response.function_call_arguments.delta"]
+    added, done, ended, last = [event for event in events[2:] if event not in deltas]
+    assert [event.type for event in (*events[:2], added, done, ended, last)] == [
         "response.created", "response.in_progress", "response.output_item.added",
-        "response.function_call_arguments.delta", "response.function_call_arguments.done",
-        "response.output_item.done", "response.completed",
+        "response.function_call_arguments.done", "response.output_item.done", "response.completed",
     ]  # fmt: skip
-    assert events[2].item.name == "rain" and events[2].item.arguments == "" and events[3].delta == call.arguments
-    assert events[5].item == events[-1].response.output[0] and events[3].item_id == events[5].item.id
+    assert added.item.name == "rain" and (added.item.arguments, added.item.status) == ("", "in_progress")
+    assert len(deltas) > 3 and "".join(event.delta for event in deltas) == done.arguments == call.arguments
+    assert ended.item == last.response.output[0] and {event.item_id for event in deltas} == {added.item.id}
+    with client.responses.stream(**asked, max_output_tokens=120) as stream:
+        assert [event.snapshot for event in stream if event.type == deltas[0].type][-1] == call.arguments
+    part = client.responses.create(**asked, max_output_tokens=found.usage.output_tokens - 4)
+    assert (part.status, part.output[0].status) == ("incomplete", "incomplete")
     # what was called comes back with its result, and with what else the answer had
     asked["input"] = [
         {"role": "user", "content": "hello"}, {"type": "reasoning", "id": "rs_1", "summary": []},

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import random
 from itertools import pairwise
+from typing import Any
 
 import pytest
 
@@ -36,6 +38,17 @@ TEXTS: list[tuple[Marks, str, str, str, list[str]]] = [
     (Marks(), "<tool_call>rain\n<arg_key>place</arg_key>\n<arg_value>Ås\nen</arg_value>\n<arg_key>days</arg_key>\n"
      "<arg_value>[1]</arg_value>\n</tool_call>\n<tool_call>rain</tool_call>", "", "",
      ['{"place": "Ås\\nen", "days": [1]}', "{}"]),
+    (Marks(), "<tool_call><function=rain>\n<parameter=place>\n<tool_call>\n<parameter=days>\n2\n</function>", "", "",
+     ['{"place": "<tool_call>", "days": 2}']),
+    (Marks(), "<tool_call>rain<arg_key>days</arg_key><arg_value>1", "", "", ['{"days": 1}']),
+    (Marks(), '[{"name": "rain", "arguments": {"a": [1, "]}"]}}, {"parameters": { }, "id": 1, "name": "rain"}] Yes', "",
+     " Yes", ['{"a": [1, "]}"]}', "{ }"]),
+    (Marks(), '{"name": "rain", "arguments": "{\\"a\\": 2}"}\n{"name": "rain", "arguments": null}', "", "",
+     ['{"a": 2}', "{}"]),
+    (Marks(), f'<tool_call>{{"name": "snow", "arguments": {{}}}}</tool_call>{CALL}', "",
+     '<tool_call>{"name": "snow", "arguments": {}}</tool_call>', ['{"a": 1}']),
+    (Marks(), '<tool_call>{"name": "rain", "arguments": {"a": "</tool_call>\\""}}', "", "",
+     ['{"a": "</tool_call>\\""}']),
     (CHANNELS, f"<|channel|>analysis<|message|>So <b><|end|>{FINAL}Yes < no<|return|>", "So <b>", "Yes < no", []),
     (CHANNELS, "<|channel|>analysis<|message|>So", "So", "", []),
     (CHANNELS, "<|channel|>analysis<|mess", "", "", []),
@@ -54,12 +67,17 @@ def test_texts_in_pieces(marks: Marks, text: str, thought: str, answer: str, cal
     reader, said = Reader(marks, TOOLS), Said()
     for start in range(0, len(text), size):
         said += reader.push(text[start : start + size])
-    rest, found = reader.end()
-    said += rest
-    assert said == (thought, answer.strip("\n") if calls else answer)
-    assert [call["function"]["arguments"] for call in found] == calls
-    assert all(call["function"]["name"] == "rain" and call["type"] == "function" for call in found)
-    assert all(a["id"] != b["id"] for a, b in pairwise(found))
+    said += reader.end()
+    assert said[:2] == (thought, answer.strip("\n") if calls else answer)
+    assert [call.arguments for call in reader.calls] == calls
+    assert all(call.name == "rain" and call.whole for call in reader.calls)
+    assert all(a.id != b.id for a, b in pairwise(reader.calls))
+    # pieces of calls make up the calls: a name comes first, and once
+    made = [""] * len(calls)
+    for part in said.calls:
+        made[part.number] += f"{part.name}:{part.id} " if part.name else ""
+        made[part.number] += part.arguments
+    assert made == [f"{call.name}:{call.id} {call.arguments}" for call in reader.calls]
     if size == 1 and thought:
         assert 0 < reader.n_reasoning < len(text) or not answer
 
@@ -67,18 +85,88 @@ def test_texts_in_pieces(marks: Marks, text: str, thought: str, answer: str, cal
 @pytest.mark.parametrize(
     "text",
     ["<tool_call><function=snow></function></tool_call>", "<tool_call>snow</tool_call>",
-     "<tool_call>rain in Oslo</tool_call>", "rain", "<function=rain></function>", "[rain]"],
+     "<tool_call>rain in Oslo</tool_call>", "rain", "<function=rain></function>", "[rain]", "[]", '{"a": 1} ', "{",
+     " ", '[{"name": "snow", "arguments": {"a": 1}}]', '{"name": "rain" "a"}', '{"arguments": {}}', "<tool_call> {",
+     '{"name": ' + "[" * 9999, '{"name" "rain"}', '{"name"}', "<tool_call><function=rain</tool_call>",
+     "{'name': 'rain'}", '{"arguments": <'],
+    ids=range(20),
 )  # fmt: skip
 def test_what_is_no_call_stays_text(text: str) -> None:
     reader = Reader(Marks(), TOOLS)
     said = reader.push(text)
-    rest, calls = reader.end()
-    assert (said + rest).content == text and not calls
+    said += reader.end()
+    assert said == ("", text, ()) and not reader.calls
+
+
+FORM = '<tool_call>{"name": "rain", "arguments": '
+
+
+def test_arguments_are_told_as_they_come() -> None:
+    def told(pieces: list[str], marks: Marks = Marks()) -> list[str]:
+        reader = Reader(marks, TOOLS)
+        found = ["".join(part.arguments for part in reader.push(piece).calls) for piece in pieces]
+        return [*found, "".join(part.arguments for part in reader.end().calls)]
+
+    assert told(['{"name": "rain", ', '"parameters": ', '{"a', '": 1', "}}"]) == ["", "", '{"a', '": 1', "}", ""]
+    assert told([FORM, " {", '"a": 1} ', "}</tool", "_call>"]) == ["", "{", '"a": 1}', "", "", ""]
+    assert told(["<tool_call>rain<arg_key>days</arg_key><arg_value>", "1</arg_value>", "</tool_call>"]) == [
+        "", '{"days": 1', "}", "",
+    ]  # fmt: skip
+    assert told(["to=functions.rain<|message|>", "{", "}"], CHANNELS) == ["", "{", "}", ""]
+
+
+def test_arguments_are_what_was_written() -> None:
+    """Random values, in random pieces: read as JSON by Python's own reader."""
+    draws = random.Random(3)
+
+    def value(depth: int) -> Any:
+        kind = draws.randrange(3 if depth > 3 else 5)
+        if kind < 3:
+            return ("".join(draws.choices('a"\\\\{}[],: <\\n日/', k=draws.randrange(6))), draws.random() * 1e9, None)[
+                kind
+            ]
+        items = [value(depth + 1) for _ in range(draws.randrange(4))]
+        return items if kind == 3 else {f"k{i}{{": item for i, item in enumerate(items)}
+
+    for _ in range(200):
+        wanted = {"a": value(0), "}": value(0)}
+        text = json.dumps({"name": "rain", "arguments": wanted}, indent=draws.choice([None, 1]), ensure_ascii=False)
+        text, reader, at = f"<tool_call>{text}</tool_call>{CALL}", Reader(Marks(), TOOLS), 0
+        while at < len(text):
+            n = draws.randrange(1, 12)
+            assert reader.push(text[at : at + n]).content == ""
+            at += n
+        assert reader.end().content == "" and [call.whole for call in reader.calls] == [True, True]
+        assert json.loads(reader.calls[0].arguments) == wanted
+
+
+@pytest.mark.parametrize(
+    ("marks", "text", "arguments"),
+    [(Marks(), f'{FORM}{{"a": "t', '{"a": "t'), (Marks(), FORM + "{", "{"),
+     (CHANNELS, "to=functions.rain<|message|>", ""),
+     (Marks(), "<tool_call>rain<arg_key>days</arg_key><arg_value>1</arg_value><arg_key>", '{"days": 1')],
+)  # fmt: skip
+def test_a_call_that_is_cut(marks: Marks, text: str, arguments: str) -> None:
+    reader = Reader(marks, TOOLS)
+    said = reader.push(text) + reader.end(cut=True)
+    assert said.content == "" and [call.arguments for call in reader.calls] == [arguments]
+    assert not reader.calls_end_it
+
+
+@pytest.mark.parametrize("size", [1, 5, 1000])
+def test_a_call_that_goes_wrong(size: int) -> None:
+    """Its name was told: the rest of it is dropped, and the next one counts."""
+    text, reader = f'So. {FORM}{{"a": 1, <"b">}}}}</tool_call>\n{CALL} \n Yes', Reader(Marks(), TOOLS)
+    said = Said()
+    for start in range(0, len(text), size):
+        said += reader.push(text[start : start + size])
+    said += reader.end()
+    assert said.content == "So.  \n Yes" and [call.arguments for call in reader.calls] == ['{"a": 1, ', '{"a": 1}']
 
 
 def test_what_is_thought_is_shown_as_it_comes() -> None:
     reader = Reader(OPENED)
-    assert [reader.push(text) for text in ("a", " ", "b", "</", "think>", " ", "c")] == [
+    assert [reader.push(text)[:2] for text in ("a", " ", "b", "</", "think>", " ", "c")] == [
         ("a", ""), ("", ""), (" b", ""), ("", ""), ("", ""), ("", ""), ("", "c"),
     ]  # fmt: skip
     assert reader.n_reasoning == 5
@@ -94,8 +182,12 @@ def test_templates_say_how_their_models_think() -> None:
 
 def test_one_call_of_several() -> None:
     reader = Reader(Marks(), TOOLS, one_call=True)
-    reader.push(CALL * 2)
-    assert len(reader.end()[1]) == 1
+    said = reader.push(CALL * 2) + reader.end()
+    assert len(reader.calls) == 1 and {part.number for part in said.calls} == {0}
+    reader = Reader(Marks(), TOOLS, one_call=True)
+    reader.push(f'{FORM}{{"a": <}}</tool_call>{CALL}')
+    reader.end()
+    assert [call.arguments for call in reader.calls] == ['{"a": '] and reader.calls_end_it
 
 
 def test_a_tools_own_references() -> None:

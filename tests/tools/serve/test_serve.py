@@ -122,6 +122,28 @@ def test_fields_of_completions(client: openai.OpenAI, http: httpx2.Client) -> No
     assert unlike.choices[0].text != plain
 
 
+def test_the_best_of_several(client: openai.OpenAI) -> None:
+    """By the mean log-probability of their tokens, of each prompt by itself; all count."""
+    asked: dict[str, Any] = {
+        "model": "tiny", "prompt": [TEXT, "a"], "max_tokens": 8, "seed": 3, "temperature": 1.5,
+        "extra_body": {"ignore_eos": True},
+    }  # fmt: skip
+    every = client.completions.create(**asked, n=5, logprobs=0)
+    assert every.usage is not None and len({choice.text for choice in every.choices}) == 10
+    means = [np.mean(choice.logprobs.token_logprobs) for choice in every.choices if choice.logprobs]
+    best = [sorted(range(first, first + 5), key=lambda i: -means[i])[:2] for first in (0, 5)]
+    wanted = [every.choices[i].text for i in [*best[0], *best[1]]]
+    assert best[0] != [0, 1]  # the first ones are not the best
+    for more in ({}, {"logprobs": 1}):
+        found = client.completions.create(**asked, n=2, best_of=5, **more)
+        assert [choice.text for choice in found.choices] == wanted and found.usage is not None
+        assert [choice.index for choice in found.choices] == [0, 1, 2, 3]
+        assert [choice.logprobs is not None for choice in found.choices] == [bool(more)] * 4
+        assert found.usage.completion_tokens == every.usage.completion_tokens
+    echoed = client.completions.create(**asked, best_of=2, echo=True)
+    assert [choice.text.startswith(prompt) for choice, prompt in zip(echoed.choices, asked["prompt"])] == [True] * 2
+
+
 def test_log_probabilities_of_prompts(http: httpx2.Client, client: openai.OpenAI, tiny: Path) -> None:
     """By the logits of all of a prompt's tokens, read at once; what the cache knows of it is read anew."""
     ids = http.post("/tokenize", json={"content": "the hello in a sea " * 40, "add_special": True}).json()["tokens"]
@@ -176,11 +198,21 @@ def test_calls_of_tools(client: openai.OpenAI, http: httpx2.Client, choice: Any)
     call = found.message.tool_calls[0]
     assert call.function.name == "rain" and json.loads(call.function.arguments)["a"] in ("t", "he")
     deltas = [chunk.choices[0].delta for chunk in client.chat.completions.create(**asked, max_tokens=120, stream=True)]
-    (name, arguments), first = [call for delta in deltas for call in delta.tool_calls or ()], deltas[0]
+    (name, *arguments), first = [call for delta in deltas for call in delta.tool_calls or ()], deltas[0]
     assert first.role == "assistant" and not any(delta.content for delta in deltas)
     assert (name.index, name.id[:5], name.type, name.function.name) == (0, "call_", "function", "rain")
-    assert (arguments.index, arguments.id, arguments.function.name) == (0, None, None)
-    assert name.function.arguments + arguments.function.arguments == call.function.arguments
+    assert name.function.arguments == "" and len(arguments) > 3  # they come as they are made
+    assert all((each.index, each.id, each.function.name) == (0, None, None) for each in arguments)
+    assert "".join(each.function.arguments for each in arguments) == call.function.arguments
+    with client.chat.completions.stream(**asked, max_tokens=120) as stream:
+        kinds = [event.type for event in stream]
+        (gathered,) = stream.get_final_completion().choices[0].message.tool_calls
+    assert gathered.function.arguments == call.function.arguments and gathered.function.name == "rain"
+    assert "tool_calls.function.arguments.delta" in kinds and "tool_calls.function.arguments.done" in kinds
+    usage = client.chat.completions.create(**asked, max_tokens=120).usage
+    part = client.chat.completions.create(**asked, max_tokens=usage.completion_tokens - 4).choices[0]
+    (cut_call,) = part.message.tool_calls
+    assert part.finish_reason == "length" and call.function.arguments.startswith(cut_call.function.arguments)
     cut = client.chat.completions.create(**asked, max_tokens=3).choices[0]
     assert (cut.finish_reason, cut.message.content, cut.message.tool_calls) == ("length", "", None)
     turn = [*USER, {"role": "assistant", "tool_calls": [call.model_dump()]}, {"role": "tool", "content": "wet"}]
@@ -188,6 +220,36 @@ def test_calls_of_tools(client: openai.OpenAI, http: httpx2.Client, choice: Any)
     prompt = http.post("/apply-template", json={"messages": turn, "tools": [WEATHER]}).json()["prompt"]
     assert "user\none\ntwo<" in prompt
     assert prompt.startswith("rain ") and '"name": "rain"' in prompt and "wet" in prompt
+
+
+#: Texts with calls of `rain`, by the form that they are written in.
+WRITTEN = {
+    "Qwen": 'Oh.<tool_call>\\n{"name": "rain", "arguments": {"a": "t"}}\\n</tool_call>\\n<tool_call>{"name": "rain"}',
+    "Llama": '{"name": "rain", "parameters": {"a": "he", "b": [1, {}]}}',
+    "Mistral": '[{"name": "rain", "arguments": {"a": "t"}}, {"name": "rain", "arguments": {}}]',
+    "Qwen3-Coder": "<tool_call><function=rain>\\n<parameter=a>\\nhe\\n</parameter>\\n</function></tool_call>",
+    "GLM": "So <tool_call>rain\\n<arg_key>a</arg_key><arg_value>t</arg_value></tool_call>",
+}
+
+
+@pytest.mark.parametrize("form", WRITTEN)
+def test_calls_that_a_model_writes_by_itself(client: openai.OpenAI, form: str) -> None:
+    """A stream has what an answer has, as a client puts it together, and the arguments as they come."""
+    text = WRITTEN[form].replace('"', '\\"')
+    asked: dict[str, Any] = {"model": "tiny", "messages": USER, "tools": [WEATHER], "max_tokens": 300}
+    asked["extra_body"] = {"grammar": f'root ::= "{text}"'}
+    whole = client.chat.completions.create(**asked).choices[0]
+    with client.chat.completions.stream(**asked) as stream:
+        deltas = [event.arguments_delta for event in stream if event.type == "tool_calls.function.arguments.delta"]
+        gathered = stream.get_final_completion().choices[0]
+    calls = whole.message.tool_calls or []
+    assert [json.loads(call.function.arguments) for call in calls] and whole.finish_reason == "tool_calls"
+    assert gathered.finish_reason == "tool_calls" and (gathered.message.content or None) == whole.message.content
+    assert whole.message.content == {"Qwen": "Oh.", "GLM": "So "}.get(form)
+    assert [call.function.model_dump(include={"name", "arguments"}) for call in gathered.message.tool_calls or ()] == [
+        call.function.model_dump() for call in calls
+    ]
+    assert "".join(deltas) == "".join(call.function.arguments for call in calls) and len(deltas) > len(calls)
 
 
 def test_embeddings(client: openai.OpenAI, tiny: Path) -> None:
@@ -256,8 +318,9 @@ WRONG: list[tuple[str, Any, int, str | None]] = [
     (TEXTS, {"prompt": TEXT, "stop": ""}, 400, "stop"),
     (TEXTS, {"prompt": TEXT, "logit_bias": {"x": 1}}, 400, "logit_bias"),
     (TEXTS, {"prompt": TEXT, "logit_bias": {"999999": 1}}, 400, "logit_bias"),
-    (TEXTS, {"prompt": TEXT, "suffix": "x"}, 400, "suffix"),
-    (TEXTS, {"prompt": TEXT, "best_of": 3}, 400, "best_of"),
+    (TEXTS, {"prompt": TEXT, "suffix": "x", "echo": True}, 400, "suffix"),
+    (TEXTS, {"prompt": TEXT, "best_of": 3, "stream": True}, 400, "best_of"),
+    (TEXTS, {"prompt": TEXT, "best_of": 2, "n": 3}, 400, "best_of"),
     (CHATS, {"messages": USER, "max_tokens": 0}, 400, "max_tokens"),
     (TEXTS, {"prompt": TEXT, "grammar": "root ::= x"}, 400, "grammar"),
     (TEXTS, {"prompt": TEXT, "regex": "("}, 400, "regex"),
