@@ -35,8 +35,8 @@ KEEP_WEIGHTS = Variable(
 )  # fmt: skip
 OVERLAP = Variable(
     "GRAPHRT_OVERLAP", "--overlap", "BANDS",
-    "bands of tokens in which a prompt's products before a sum over ranks are made, so that the sum of one is under way "
-    "while the next is multiplied, such as 4, 0 for none", "0",
+    "bands of tokens in which a prompt's products before a sum over ranks are made, so that the sum of one is under "
+    "way while the next is multiplied, such as 4, 0 for none", "0",
 )  # fmt: skip
 KERNEL_CACHE = Variable(
     "GRAPHRT_KERNEL_CACHE", "--kernel-cache", "FOLDER", "folder of compiled CPU kernels, 0 for none",

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from graphrt.env import OVERLAP
 from graphrt.errors import BackendError
-from graphrt.fusion import Nodes
+from graphrt.fusion import Nodes, is_bias
 from graphrt.ops.collectives import is_played
 from graphrt.program import Group
 from graphrt.tensor import Tensor
@@ -34,11 +34,14 @@ class Band(NamedTuple):
 
 
 class OverlappedSum(NamedTuple):
-    """A MUL_MAT, the ALL_REDUCE of it, and the bands of tokens in which both are made."""
+    """A MUL_MAT, the ALL_REDUCE of it, and the bands of tokens in which both are made. bias: a row that is added to the
+    product before, or None; part: what ranks add up, the product or that sum."""
 
     product: Tensor
+    part: Tensor
     total: Tensor
     bands: tuple[Band, ...]
+    bias: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -53,13 +56,14 @@ class Bands:
 
     def why_whole(self, total: Tensor) -> str | None:
         """Why an ALL_REDUCE is not cut into bands, None if it is."""
-        product, wanted = total["a"], wanted_bands()
+        product, _ = _product_and_bias(total["a"])
+        wanted = wanted_bands()
         if not wanted:
             return f"{OVERLAP.flag} ({OVERLAP.name}) asks for none"
         if is_played(total):
             return "all ranks are played in this graph"
         if product.op != "MUL_MAT":
-            return f"it takes the sum of a MUL_MAT, this is one of {product.op or 'a leaf'}"
+            return f"it takes the sum of a MUL_MAT, with a bias or without, this is one of {product.op or 'a leaf'}"
         if total.dtype.name != "f32" or total.ne[2] != 1 or total.ne[3] != 1:
             return "it takes one row of f32 for each token"
         if self._count(total, wanted) < 2:
@@ -80,13 +84,22 @@ class Bands:
         return min(wanted, total.ne[1] // self.tokens // step)
 
     def sums(self, nodes: Nodes) -> Iterator[Group]:
-        """MUL_MAT, and the ALL_REDUCE of it over ranks, in bands of tokens."""
+        """MUL_MAT, ADD of a bias if there is one, and the ALL_REDUCE of that over ranks, in bands of tokens."""
         here = set(nodes.of("MUL_MAT"))
         for total in nodes.of("ALL_REDUCE"):
-            if total["a"] in here and self.why_whole(total) is None:
-                found = OverlappedSum(total["a"], total, self.of(total))
-                members = [found.product, total]
-                yield Group(members, kernel="overlapped_sum", results=members, captured=found)
+            product, bias = _product_and_bias(part := total["a"])
+            alone = product is part or nodes.only_reader(product) is part
+            if product in here and alone and self.why_whole(total) is None:
+                found = OverlappedSum(product, part, total, self.of(total), bias)
+                members = list(dict.fromkeys([product, part, total]))
+                yield Group(members, kernel="overlapped_sum", results=[part, total], captured=found)
+
+
+def _product_and_bias(part: Tensor) -> tuple[Tensor, Tensor | None]:
+    """What a bias is added to, and the bias; else the tensor itself, and None."""
+    if part.op == "ADD" and part["a"].op == "MUL_MAT" and is_bias(part["b"], part["a"]):
+        return part["a"], part["b"]
+    return part, None
 
 
 def wanted_bands() -> int:

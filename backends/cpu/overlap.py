@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import NamedTuple
 
 import torch
 
 from graphrt import ops
 from graphrt.backends.cpu import fast
-from graphrt.backends.cpu.lowering import Lowering, rows_of
+from graphrt.backends.cpu.lowering import Lowering
 from graphrt.backends.cpu.products import matmul_into, one_matrix
 from graphrt.fusion import Fusion, Nodes
 from graphrt.ops.overlap import Band, Bands, OverlappedSum
-from graphrt.program import Group
+from graphrt.program import Group, in_order
 from graphrt.ranks import RankSum, current
 from graphrt.tensor import Tensor
 
@@ -31,7 +32,8 @@ assert BANDS.tokens > fast.MAX_TOKENS
 
 
 def overlapped_sums(nodes: Nodes) -> Iterator[Group]:
-    """MUL_MAT, and the ALL_REDUCE of it over ranks, of many tokens, where bands are asked for."""
+    """MUL_MAT, ADD of a bias if there is one, and the ALL_REDUCE of that over ranks, of many tokens, where bands are
+    asked for."""
     return BANDS.sums(nodes)
 
 
@@ -63,11 +65,13 @@ def lower_overlapped(low: Lowering, found: OverlappedSum) -> Callable[[], None]:
 
 def _made(low: Lowering, found: OverlappedSum, band: Band) -> _Made:
     product = ops.mul_mat(found.product["weights"], _tokens(found.product["x"], band))
-    part = _tokens(found.product, band)
-    steps = matmul_into(low, product, part)
+    part = _tokens(found.part, band)
+    steps, memory = matmul_into(low, product, part), low.look(part)[0, 0]
     multiply = low.program(steps) if isinstance(steps, list) else steps
     assert multiply is not None, "why_not_by_bands() has asked"
-    return _Made(multiply, low.look(part)[0, 0], low.look(_tokens(found.total, band))[0, 0])
+    if found.bias is not None:
+        multiply = in_order([multiply, partial(memory.add_, low.look(found.bias)[0, 0])])
+    return _Made(multiply, memory, low.look(_tokens(found.total, band))[0, 0])
 
 
 def _tokens(t: Tensor, band: Band) -> Tensor:

@@ -12,7 +12,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from graphrt import Graph, get_backend, new_input, ops, prepare
+from graphrt import Graph, get_backend, new_input, new_tensor, ops, prepare
+from graphrt.backend import Usage
 from graphrt.backends.cpu import overlap
 from graphrt.models import load
 from graphrt.ranks import RankSum, join, leave
@@ -22,9 +23,9 @@ from support.tiny import tokens
 #: By name: a type of weights, columns, rows, tokens. Rows of tokens that are no multiple of a band's are among them.
 PRODUCTS = {
     "f32": ("f32", 96, 160, 130), "f16": ("f16", 256, 64, 201), "q8_0": ("q8_0", 128, 65, 128),
-    "q4_K": ("q4_k", 512, 96, 260),
+    "q4_K and a bias": ("q4_k", 512, 96, 260),
 }  # fmt: skip
-BANDS = (0, 2, 3)
+BANDS = (0, 3)
 
 
 def few(bytes_: int = 1 << 10, n_tokens: int = 20) -> None:
@@ -43,15 +44,19 @@ def values(kind: str, nbytes: int, seed: int) -> np.ndarray:
 def summed(name: str, rank: int, size: int) -> np.ndarray:
     """A product, summed over ranks, and what is done with it next, with a residual."""
     kind, k, m, n = PRODUCTS[name]
+    backend = get_backend("cpu", exact=False)
     w, x, residual = new_input(kind, k, m, name="w"), new_input("f32", k, n, name="x"), new_input("f32", m, n, name="r")
     product = ops.mul_mat(w, x, name="y")
+    if "bias" in name:
+        bias = new_tensor("f32", m, name="bias")
+        bias.buffer = backend.alloc(bias.nbytes, Usage.WEIGHTS)
+        bias.buffer.write(0, values("f32", bias.nbytes, rank).view(np.uint8))
+        product = ops.add(product, bias, name="y + bias")
     out = ops.add(ops.all_reduce(product, ranks=size, rank=rank, name="sum"), residual, name="out")
-    exe = prepare(Graph(out), get_backend("cpu", exact=False))
+    exe = prepare(Graph(out), backend)
     exe.write("w", values(kind, w.nbytes, rank + 1).reshape(m, -1))
     exe.write("x", values("f32", x.nbytes, rank + 7).reshape(n, k))
     exe.write("r", values("f32", residual.nbytes, 5).reshape(n, m))
-    for memory in (arena.buffer.host_view() for arena in exe.arenas.values()):
-        assert memory is not None
     exe.run()
     first = np.array(exe.read("out"))
     exe.run()
