@@ -56,12 +56,18 @@ class Bands:
 
     def why_whole(self, total: Tensor) -> str | None:
         """Why an ALL_REDUCE is not cut into bands, None if it is."""
+        return "all ranks are played in this graph" if is_played(total) else self._why_not(total)
+
+    def told(self, total: Tensor) -> str:
+        """For people: whether an ALL_REDUCE is cut, or would be over a link where all ranks are played."""
+        why, lead = self._why_not(total), "over a link " * is_played(total)
+        return lead + (described(self.of(total)) if why is None else f"waited for, not in bands of tokens: {why}")
+
+    def _why_not(self, total: Tensor) -> str | None:
         product, _ = _product_and_bias(total["a"])
         wanted = wanted_bands()
         if not wanted:
             return f"{OVERLAP.flag} ({OVERLAP.name}) asks for none"
-        if is_played(total):
-            return "all ranks are played in this graph"
         if product.op != "MUL_MAT":
             return f"it takes the sum of a MUL_MAT, with a bias or without, this is one of {product.op or 'a leaf'}"
         if total.dtype.name != "f32" or total.ne[2] != 1 or total.ne[3] != 1:
@@ -118,4 +124,4 @@ def described(bands: tuple[Band, ...]) -> str:
     """For people: how many bands there are, and of how many tokens."""
     sizes = [band.stop - band.start for band in bands]
     each = f"{min(sizes)}" if len(set(sizes)) == 1 else f"{min(sizes)} to {max(sizes)}"
-    return f"{len(bands)} bands of {each} tokens: the sum of one is under way while the next is multiplied"
+    return f"in {len(bands)} bands of {each} tokens: the sum of one is under way while the next is multiplied"

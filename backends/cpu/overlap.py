@@ -14,7 +14,7 @@ from graphrt.backends.cpu.lowering import Lowering
 from graphrt.backends.cpu.products import matmul_into, one_matrix
 from graphrt.fusion import Fusion, Nodes
 from graphrt.ops.overlap import Band, Bands, OverlappedSum
-from graphrt.program import Group, in_order
+from graphrt.program import Choice, Group, in_order
 from graphrt.ranks import RankSum, current
 from graphrt.tensor import Tensor
 
@@ -35,6 +35,12 @@ def overlapped_sums(nodes: Nodes) -> Iterator[Group]:
     """MUL_MAT, ADD of a bias if there is one, and the ALL_REDUCE of that over ranks, of many tokens, where bands are
     asked for."""
     return BANDS.sums(nodes)
+
+
+def choice_of(group: Group) -> Choice | None:
+    """For those who ask: how a group's sum over ranks is cut, or why it is not; None for one without."""
+    total = group.nodes[-1]
+    return Choice(reasons=[BANDS.told(total)]) if total.op == "ALL_REDUCE" else None
 
 
 class _Made(NamedTuple):

@@ -138,7 +138,7 @@ class ProductsChoice(Choice):
         elif self.stored is not None and self.stored.q8_copy:
             yield "result", "stored as the graph has it, and beside that in 8 bits for the products that want them"
         if self.joined is not None:
-            yield from (("sum", f"{self.joined.kernel}, in {reason}") for reason in self.joined.reasons)
+            yield from (("sum", f"{self.joined.kernel}, {reason}") for reason in self.joined.reasons)
 
     def data(self, mask: MaskValues = None) -> dict[str, Any]:
         products = [

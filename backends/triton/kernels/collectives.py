@@ -111,7 +111,7 @@ def joined_choice(node: Tensor) -> Choice:
         return Choice("join_rows, one shot" if n == 1 else "join_rows, two shots", [reason])
     refused = {"a launch that writes to other ranks": apart or alone or ""}
     if is_played(node):
-        return Choice("parts side by side", [], refused)
+        return Choice("parts side by side", [BANDS.told(node)] if node.data_nbytes > ONE_SHOT else [], refused)
     gathers, whole = node.data_nbytes <= ONE_SHOT, BANDS.why_whole(node)
     if whole is not None and not gathers:
         refused["bands of tokens beside the product"] = whole

@@ -4,6 +4,7 @@ find the bits of those that are not."""
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from graphrt.backends.cpu import overlap
 from graphrt.errors import BackendError
 from graphrt.execute import plan_groups
 from graphrt.ops.overlap import Band, Bands, described
+from graphrt.tools.cli import main
 
 #: A row of 1 KB, bands of 8 tokens and 16 KB at least.
 RULES = Bands(16 << 10, 8, lambda product: None)
@@ -74,8 +76,19 @@ def test_other_numbers_are_refused(text: str, monkeypatch: pytest.MonkeyPatch) -
 
 def test_bands_are_told_in_words() -> None:
     said = ": the sum of one is under way while the next is multiplied"
-    assert described((Band(0, 8), Band(8, 16))) == f"2 bands of 8 tokens{said}"
-    assert described((Band(0, 8), Band(8, 24))) == f"2 bands of 8 to 16 tokens{said}"
+    assert described((Band(0, 8), Band(8, 16))) == f"in 2 bands of 8 tokens{said}"
+    assert described((Band(0, 8), Band(8, 24))) == f"in 2 bands of 8 to 16 tokens{said}"
+    assert RULES.told(total(64)) == f"in 4 bands of 16 tokens{said}"
+    assert RULES.told(total(1)).startswith("waited for, not in bands of tokens: it takes two bands of 8 tokens")
+    parts = [total(64)["a"] for _ in range(2)]
+    assert RULES.told(ops.all_reduce(*parts, ranks=2, rank=0)) == f"over a link in 4 bands of 16 tokens{said}"
+
+
+def test_explain_tells_of_sums_over_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = str(write_model(tmp_path / "m.gguf", "llama"))
+    args = ["explain", path, "ffn_joined-0", "--ranks", "2", "--phase", "prefill", "--backend", "cpu"]
+    assert main(args) == 0
+    assert "over a link waited for, not in bands of tokens: it takes two bands" in capsys.readouterr().out
 
 
 def test_the_group_keeps_what_is_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
