@@ -33,6 +33,11 @@ KEEP_WEIGHTS = Variable(
     "GRAPHRT_KEEP_WEIGHTS", "--keep-weights", "SIZE",
     "weights that a step of training may keep in f16 on the GPU, such as 16G, 0 for none", "0",
 )  # fmt: skip
+OVERLAP = Variable(
+    "GRAPHRT_OVERLAP", "--overlap", "BANDS",
+    "bands of tokens in which a prompt's products before a sum over ranks are made, so that the sum of one is under "
+    "way while the next is multiplied, such as 4, 0 for none", "0",
+)  # fmt: skip
 KERNEL_CACHE = Variable(
     "GRAPHRT_KERNEL_CACHE", "--kernel-cache", "FOLDER", "folder of compiled CPU kernels, 0 for none",
     "kernels in the folder above",
@@ -45,7 +50,7 @@ def cache_folder(name: str) -> str | None:
     return None if folder is None else os.path.join(folder, name)
 
 
-VARIABLES = (CACHE, FUSE, KEEP_WEIGHTS, KERNEL_CACHE)
+VARIABLES = (CACHE, FUSE, KEEP_WEIGHTS, OVERLAP, KERNEL_CACHE)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

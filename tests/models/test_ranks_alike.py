@@ -12,6 +12,7 @@ from support.adapters import write_adapter
 from support.tiny import write_model
 
 from graphrt.backend import get_backend
+from graphrt.env import FUSE, OVERLAP, Variable
 from graphrt.errors import RankError
 from graphrt.models import load
 from graphrt.models.adapters import AdapterFile, read_adapter
@@ -51,6 +52,17 @@ def test_options() -> None:
                 RankError, match=rf"the same options, {next(iter(changed))} is .* on rank 0 and .* rank 1"
             ):
                 _check_options([_options(each) for each in pair])
+
+
+@pytest.mark.parametrize("setting", [FUSE, OVERLAP])
+def test_settings(setting: Variable, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the environment, which flags set: ranks would not start the same sums."""
+    mine = _options(argparse.Namespace())
+    monkeypatch.setenv(setting.name, setting.default)
+    _check_options([mine, _options(argparse.Namespace())])
+    monkeypatch.setenv(setting.name, "4")
+    with pytest.raises(RankError, match=f"same options, {setting.flag} is {setting.default} on rank 0 and 4 on rank 1"):
+        _check_options([mine, _options(argparse.Namespace())])
 
 
 def test_vocabularies(tmp_path: Path) -> None:

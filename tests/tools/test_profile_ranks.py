@@ -75,6 +75,8 @@ def test_nodes_are_those_of_the_graph_of_all_ranks() -> None:
     found = over_ranks.by_node(ranks, stages=2)
     assert "joined@2" in found and "joined@3" not in found
     assert {name for name in found if name.startswith("result_output")} == {"result_output", "result_output@2"}
+    beside = [told([[1]], [1], part("MUL_MAT+ALL_REDUCE", "joined", "ALL_REDUCE"))] * 2
+    assert set(over_ranks.by_node(beside)) == {"joined"}, "a sum beside its product is one sum as well"
 
 
 @pytest.mark.parametrize(("how", "n", "planned"), [

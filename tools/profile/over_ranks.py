@@ -19,7 +19,7 @@ from graphrt.ranks import Ranks
 from graphrt.tools.common import table_lines
 from graphrt.tools.profile.phase import Phase, time_by_node
 
-#: Nodes by themselves of which the graph of all ranks has one for a stage.
+#: What parts end in whose last node is one for a stage in the graph of all ranks.
 _SHARED = ("ALL_REDUCE", "ALL_GATHER")
 
 
@@ -44,7 +44,7 @@ class Told:
     def of(cls, p: Phase) -> Told:
         meets = [part.meets for part in p.parts]
         runs = [[seconds for seconds, met in zip(run, meets) if met] for run in p.runs]
-        shared = [part.tensors[-1] for part in p.parts if part.label in _SHARED]
+        shared = [part.tensors[-1] for part in p.parts if part.label.rpartition("+")[2] in _SHARED]
         labels = [part.label for part in p.parts]
         return cls(p.kind, labels, meets, p.seconds, runs, p.in_step, p.step, time_by_node(p), shared)
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from graphrt import __version__
 from graphrt.backend import numbered
+from graphrt.env import FUSE, OVERLAP
 from graphrt.errors import GraphrtError, RankError
 from graphrt.rank_watch import Fault
 from graphrt.ranks import Ranks, join, leave
@@ -66,9 +67,11 @@ def as_rank(
 
 
 def _options(args: argparse.Namespace) -> dict[str, str]:
-    """What a command line says, spelled out, but for what is each rank's own."""
+    """What a command line says, spelled out, but for what is each rank's own; and the settings by which ranks meet at
+    other places, or in other calls."""
     plain = (str, int, float, bool, list, tuple, type(None))
-    return {key: repr(value) for key, value in vars(args).items() if key not in OWN and isinstance(value, plain)}
+    said = {key: repr(value) for key, value in vars(args).items() if key not in OWN and isinstance(value, plain)}
+    return said | {setting.flag: setting.get() or setting.default for setting in (FUSE, OVERLAP)}
 
 
 def _check_options(everyones: Sequence[Mapping[str, str]]) -> None:

@@ -20,6 +20,7 @@ from graphrt.backends.triton.context import Context, Step
 from graphrt.backends.triton.kernels.common.pdl import take_turn
 from graphrt.backends.triton.kernels.joined import join_launch, shots
 from graphrt.backends.triton.kernels.joined_fusions import why_apart, why_not_by_peers
+from graphrt.backends.triton.kernels.overlapped_fusions import BANDS
 from graphrt.backends.triton.launch import Launch, launch_options
 from graphrt.ops.collectives import is_played
 from graphrt.ops.send_recv import on_link
@@ -110,8 +111,10 @@ def joined_choice(node: Tensor) -> Choice:
         return Choice("join_rows, one shot" if n == 1 else "join_rows, two shots", [reason])
     refused = {"a launch that writes to other ranks": apart or alone or ""}
     if is_played(node):
-        return Choice("parts side by side", [], refused)
-    gathers = node.data_nbytes <= ONE_SHOT
+        return Choice("parts side by side", [BANDS.told(node)] if node.data_nbytes > ONE_SHOT else [], refused)
+    gathers, whole = node.data_nbytes <= ONE_SHOT, BANDS.why_whole(node)
+    if whole is not None and not gathers:
+        refused["bands of tokens beside the product"] = whole
     reason = f"{kb} KB: " + ("every rank has all parts" if gathers else "each rank adds up a piece")
     return Choice("all_gather (NCCL)" if gathers else "all_to_all and all_gather (NCCL)", [reason], refused)
 
@@ -129,11 +132,17 @@ def lower_all_reduce(nodes: Sequence[Tensor], ctx: Context) -> list[Step]:
         parts, steps = parts_side_by_side(sources, ranks, ctx)
         return [*steps, _sum(parts, out, ctx)]
     own, steps = _flat(sources[0], ctx)
+    return steps + sum_by_pieces(own, out, ranks, ctx)
+
+
+def sum_by_pieces(own: torch.Tensor, out: torch.Tensor, ranks: int, ctx: Context) -> list[Step]:
+    """Adds up all ranks' elements over NCCL: each rank adds up a piece, and pieces are handed on. own, out: [n]."""
+    steps: list[Step] = []
     n, each = own.numel(), -(-own.numel() // ranks)
     whole = out
     if n % ranks:
         padded, whole = (_memory(ctx, name, (ranks * each,), own) for name in ("padded part", "padded sum"))
-        steps = [*steps, _copy(own, padded[:n])]
+        steps = [_copy(own, padded[:n])]
         own = padded
     pieces, mine = _memory(ctx, "all ranks' parts", (ranks, each), own), _memory(ctx, "a rank's piece", (each,), own)
     steps += [
