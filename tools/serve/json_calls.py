@@ -18,10 +18,6 @@ _ARGUMENTS = ("arguments", "parameters")
 _PLAIN = frozenset("{}[],:+-.")
 
 
-class _Broken(Exception):
-    """What comes is no JSON."""
-
-
 class _Value:
     """Finds where a JSON value ends. Brackets are counted, and their kinds not looked at. broken: it ends where
     something is no JSON."""
@@ -83,11 +79,8 @@ class JsonCalls:
     def push(self, text: str) -> list[CallPart]:
         """More of it."""
         at = 0
-        try:
-            while at < len(text) and self.stage in (Stage.OPEN, Stage.CALL):
-                at = self._step(text, at)
-        except (_Broken, ValueError):  # the latter of a key or a name
-            self.stage = Stage.NONE if self.stage is Stage.OPEN else Stage.LOST
+        while at < len(text) and self.stage in (Stage.OPEN, Stage.CALL):
+            at = self._step(text, at)
         self.rest = text[at:]
         found, self._parts = self._parts, []
         return found
@@ -98,12 +91,17 @@ class JsonCalls:
 
     # ---- steps: each reads on in a text, and gives the place behind what it has read ----
 
+    def _breaks(self, at: int) -> int:
+        """What comes is no call, or no JSON."""
+        self.stage = Stage.NONE if self.stage is Stage.OPEN else Stage.LOST
+        return at
+
     def _outside(self, text: str, at: int) -> int:
         if text[at] in "{[":
             self._is_list = text[at] == "["
             self._step = self._between if self._is_list else self._inside
         elif not text[at].isspace():
-            raise _Broken
+            return self._breaks(at)
         return at + 1
 
     def _between(self, text: str, at: int) -> int:
@@ -114,7 +112,7 @@ class JsonCalls:
         elif text[at] == "]":
             self._end()
         elif text[at] != "," and not text[at].isspace():
-            raise _Broken
+            return self._breaks(at)
         return at + 1
 
     def _inside(self, text: str, at: int) -> int:
@@ -124,18 +122,18 @@ class JsonCalls:
             self._step = self._in_key
             return at
         if text[at] == "}":
-            self._object_ends()
-        elif text[at] == ",":
+            return self._object_ends(at)
+        if text[at] == ",":
             self._parted = True
         elif not text[at].isspace():
-            raise _Broken
+            return self._breaks(at)
         return at + 1
 
     def _in_key(self, text: str, at: int) -> int:
         end, ended = self._value.end(text, at)
         self._held.append(text[at:end])
         if ended:
-            self._key, self._step, self._parted = json.loads("".join(self._held)), self._before_value, False
+            self._key, self._step, self._parted = _text("".join(self._held)), self._before_value, False
         return end
 
     def _before_value(self, text: str, at: int) -> int:
@@ -143,7 +141,7 @@ class JsonCalls:
             self._parted = self._parted or text[at] == ":"
             return at + 1
         if not self._parted:
-            raise _Broken
+            return self._breaks(at)
         self._value, self._held = _Value(), []
         told = self._key in _ARGUMENTS and bool(self._name) and text[at] == "{" and not self._told
         if told:
@@ -160,37 +158,38 @@ class JsonCalls:
     def _in_value(self, text: str, at: int) -> int:
         end, ended = self._value.end(text, at)
         self._held.append(text[at:end])
-        if ended and not self._value.broken:
-            self._take("".join(self._held))
+        if ended and not self._value.broken and not self._takes("".join(self._held)):
+            return self._breaks(end)
         return self._behind(end, ended)
 
     def _behind(self, end: int, ended: bool) -> int:
         """Behind a value, if that has ended there."""
         if self._value.broken:
-            raise _Broken
+            return self._breaks(end)
         if ended:
             self._step, self._parted = self._inside, False
         return end
 
-    def _take(self, value: str) -> None:
-        """A key's value."""
+    def _takes(self, value: str) -> bool:
+        """A key's value; whether there may be a call with it."""
         if self._key == "name":
-            self._name = json.loads(value) if value.startswith('"') else ""
-            if self._name not in self._names:
-                raise _Broken
-        elif self._key in _ARGUMENTS and not self._arguments and value != "null":
-            self._arguments = json.loads(value) if value.startswith('"') else value
+            self._name = _text(value)
+            return self._name in self._names
+        if self._key in _ARGUMENTS and not self._arguments and value != "null":
+            self._arguments = _text(value) if value.startswith('"') else value
+        return True
 
-    def _object_ends(self) -> None:
+    def _object_ends(self, at: int) -> int:
         if not self._told:
             if not self._name:
-                raise _Broken
+                return self._breaks(at)
             self._call()
             self._parts.append(CallPart(arguments=self._arguments or "{}", whole=True))
         if self._is_list:
             self._step = self._between
         else:
             self._end()
+        return at + 1
 
     def _call(self) -> None:
         self.stage, self._told = Stage.CALL, True
@@ -198,3 +197,11 @@ class JsonCalls:
 
     def _end(self) -> None:
         self.stage = Stage.ENDED if self.stage is Stage.CALL else Stage.NONE
+
+
+def _text(value: str) -> str:
+    """The text that a JSON value is, "" for others and for what is none."""
+    try:
+        return json.loads(value) if value.startswith('"') else ""
+    except ValueError:
+        return ""

@@ -98,7 +98,9 @@ class Reader:
     ) -> None:
         names = {tool.function.name for tool in tools}
         self._split: _Splitter = _Channels(names) if marks.channels else _Pair(marks)
-        self._finder, self._one, self._must = CallFinder(tools), one_call, must_call
+        # models with channels call tools in them, and in no other way
+        self._finder = CallFinder(() if marks.channels else tools)
+        self._one, self._must = one_call, must_call
         self.n_reasoning, self._n_begun, self.calls = 0, 0, list[Call]()
 
     def push(self, text: str) -> Said:

@@ -140,6 +140,51 @@ def test_arguments_are_what_was_written() -> None:
         assert json.loads(reader.calls[0].arguments) == wanted
 
 
+#: What texts of any marks in any order are made of: beginnings of calls, and pieces of everything.
+BEGUN = (
+    FORM + "{", '{"name": "rain", "arguments": {', '[{"name": "rain", ',
+    "<tool_call><function=rain>\n<parameter=place>", "<tool_call>rain<arg_key>days</arg_key><arg_value>", "to=functions.rain<|message|>",
+)  # fmt: skip
+BITS = (
+    *("<tool_call>", "</tool_call>", "<function=", "rain", ">", "\n", " ", "<parameter=", "place", "</parameter>"),
+    *(
+        "</function>",
+        "<arg_key>",
+        "</arg_key>",
+        "<arg_value>",
+        "</arg_value>",
+        '"name": "rain"',
+        '"arguments": {',
+        ", ",
+    ),
+    *("{", "}", "}}", '"}', "[", "]", '"', "\\", "1", ":", "<think>", "</think>", "<|channel|>", "<|message|>"),
+    *("analysis", "<|end|>", "<|call|>", "<", "null", "é"),
+)
+
+
+def read(text: str, size: int, marks: Marks, *, cut: bool) -> tuple[str, str, list[tuple[str, str, bool]]]:
+    """What is said and called, of pieces of that size."""
+    reader, said = Reader(marks, TOOLS), Said()
+    for start in range(0, len(text), size):
+        said += reader.push(text[start : start + size])
+    said += reader.end(cut=cut)
+    told = ["".join(part.arguments for part in said.calls if part.number == i) for i in range(len(reader.calls))]
+    assert told == [call.arguments for call in reader.calls]
+    return said.reasoning, said.content, [(call.name, call.arguments, call.whole) for call in reader.calls]
+
+
+@pytest.mark.parametrize("marks", [Marks(), OPENED, CHANNELS])
+def test_pieces_of_any_size_say_the_same(marks: Marks) -> None:
+    """Whatever models write."""
+    draws, n_called = random.Random(7), 0
+    for _ in range(80):
+        text = "so</think>" * marks.opened + "".join(draws.choices([*BEGUN * 4, *BITS], k=draws.randrange(1, 20)))
+        whole, *others = (read(text, size, marks, cut=len(text) % 3 == 0) for size in (len(text), 1, 5))
+        assert others == [whole] * 2, text
+        n_called += bool(whole[2])
+    assert n_called > 10
+
+
 @pytest.mark.parametrize(
     ("marks", "text", "arguments"),
     [(Marks(), f'{FORM}{{"a": "t', '{"a": "t'), (Marks(), FORM + "{", "{"),
