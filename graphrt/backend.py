@@ -70,7 +70,7 @@ class Region:
 
 
 class Backend(ABC):
-    """What runs nodes. Subclasses set `name` and `api_version`, and may take options in __init__.
+    """What runs nodes. Subclasses set `name` and `api_version`, and may take options in __init__, as keywords.
 
     A graph is prepared on instances. Several of one name (two GPUs) may share a graph if their ids differ.
     """
@@ -92,6 +92,10 @@ class Backend(ABC):
     #: How far a model's logits may be from the CPU reference's: an NMSE. What `graphrt bench` checks a model by. A
     #: backend that rounds activations says what that costs.
     logits_nmse: float = 1e-6
+
+    def __init__(self, *, exact: bool = True) -> None:  # noqa: B027 - optional, as its text says
+        """(optional) exact, which the verbs and models pass to every backend, asks for reference forms; a backend that
+        has one form of everything ignores it."""
 
     @property
     def id(self) -> str:

@@ -1,4 +1,4 @@
-"""Engine: sequences that a model reads and writes. A step reads tokens of any of them, as many of each as wanted."""
+"""Engine: the state of several sequences of a model. One step reads tokens of any of them, any number of each."""
 
 from __future__ import annotations
 
@@ -207,7 +207,7 @@ class AnyEngine(ABC, Generic[C, S]):
 
     @abstractmethod
     def _most_at_once(self, n_batch: int) -> int:
-        """Of one sequence's tokens."""
+        """The most tokens of one sequence that a step reads."""
 
     @abstractmethod
     def _new_cache(self) -> C:

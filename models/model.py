@@ -55,10 +55,10 @@ MAX_NAMED = 20  # keys in a warning
 
 
 class Model:
-    """A model in a backend's memory. Make it with load(). Several threads may use a model at once, each with a session
-    of its own: generate() without a session makes one; so may several models. file: the GGUF file; network: its
-    architecture and weights, a decoder or an encoder; backends: who runs it, the preferred first; ranks, stages, ep:
-    as load() has them."""
+    """A model in a backend's memory. Make it with load(). Several threads may use one model, or several, at the same
+    time, each thread with a session of its own (generate() makes a new one by default). file: the GGUF file; network:
+    its architecture and weights, a decoder or an encoder; backends: those that run it, the preferred first; ranks,
+    stages, ep: as in load()."""
 
     def __init__(
         self, file: GGUFFile, backends: Sequence[Backend], ranks: Ranks | int = 1, stages: int = 1, ep: bool = False
@@ -242,17 +242,18 @@ class Model:
         logprobs: int | None = None,
         **samplers: Unpack[SamplerOptions],
     ) -> Iterator[Piece]:
-        """Tokens and text after a prompt (text, or ids), at most n of them; -1: until the end or a full context.
+        """Generates at most n tokens after a prompt (a text, or token ids) and yields a piece for each; n = -1: until
+        the text ends or the context is full.
 
-        Ends after an end-of-generation token or one of stop_ids, which come as a piece without text, and where the text
-        comes to one of the texts `stop`, of which nothing is given. ignore_eos: no token is an end, and those are never
-        chosen. grammar: the text is one of this GBNF grammar; json_schema: it is JSON that fits this schema; either
-        needs the package llguidance. logprobs: each piece has its token's log-probability, and the likeliest tokens',
-        so many of them. The other keywords are SamplerParams', and change `sampling`.
+        Generation ends after an end-of-generation token or one of stop_ids, which yield a piece without text, and
+        before one of the texts `stop`, which is not yielded. ignore_eos: end-of-generation tokens are never chosen.
+        grammar: the text follows this GBNF grammar; json_schema: it is JSON that fits this schema; both need the
+        package llguidance. logprobs: each piece has its token's log-probability, and those of this many likeliest
+        tokens. The other keywords are fields of SamplerParams, and override `sampling`.
 
-        The session, a new one unless given, holds the sequence, all tokens that were given included: another call, if
-        only with [], goes on behind them. Raises SessionError for a prompt that is empty or longer than the context, an
-        n under -1, and values that can't be.
+        session: a new one by default. It keeps the prompt and all tokens that were yielded, so that another call, if
+        only with the prompt [], continues after them. Raises SessionError for a prompt that is empty or longer than the
+        context, an n under -1, and invalid values.
         """
         rules = TextRules(n, stop, stop_ids, ignore_eos, grammar, json_schema, logprobs)
         sampler, pieces = self.new_text(sampling.changed(samplers), rules)
@@ -281,13 +282,14 @@ class Model:
         logprobs: int | None = None,
         **samplers: Unpack[SamplerOptions],
     ) -> Iterator[tuple[int, Piece]]:
-        """`count` texts after one prompt, which is read once: (number of the text, its next piece), a token of each
-        text in turn. Text i is what generate() gives with the seed + i, but for rounding: tokens are read together.
+        """Generates `count` texts after one prompt, which is read once, and yields (number of the text, its next
+        piece), one token of each text in turn. Text i is what generate() gives with the seed + i, up to rounding, since
+        the texts are read together.
 
-        options: of the sequences, page and n_pages among them; cache: a file that keeps the prompt for later ones that
-        begin alike; the rest as generate() has it. Raises SessionError as it does, for a count that is not 1 to
-        MAX_SAMPLES, and a file that this model and these options can't use, and CacheFullError where n_pages are too
-        few.
+        options: of the sequences, page and n_pages among them; cache: a file that keeps the prompt, for later prompts
+        with the same beginning; the others as in generate(). Raises SessionError as generate() does, for a count that
+        is not 1 to MAX_SAMPLES and for a file that this model and these options can't use, and CacheFullError where
+        n_pages are too few.
         """
         if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= MAX_SAMPLES:
             raise SessionError(f"the number of samples must be 1 to {MAX_SAMPLES}, got {count!r}")
@@ -343,12 +345,12 @@ class Model:
         **how: Any,
     ) -> str | Iterator[Piece]:
         """The assistant's answer to a conversation, through the model's chat template: its text or, with stream, its
-        pieces as they come.
+        pieces as they are generated.
 
         messages: [{"role": "system" | "user" | "assistant", "content": text}, ...]; n: the most tokens of the answer,
-        -1 until its end or a full context; how: the other options of generate(). Nothing is kept between calls; a
-        session that is given holds the conversation and the answer afterwards, and of the next one reads only what it
-        does not hold yet. Raises SessionError for no messages, a model without a template, and what does not fit the
+        -1 until it ends or the context is full; how: the other options of generate(). Nothing is kept between calls,
+        unless a session is given: it keeps the conversation and the answer, so that the next call reads only what is
+        new. Raises SessionError for no messages, a model without a template, and a conversation that does not fit the
         context, ChatTemplateError for messages that the template refuses.
         """
         if not messages:
@@ -376,8 +378,9 @@ class Model:
         """The embedding of each text, or of token ids: float32 [n_embd], with the pooling "none" [n_tokens, n_embd].
 
         pooling: "mean", "cls", "last" or "none", "" for the file's own; normalize: to length 1; n_batch: tokens of one
-        run, 0 for as many as suit the backend. A decoder's is of what its logits are made of. Raises SessionError for
-        an unknown pooling, or none where the file names none, and a text that is empty or too long.
+        step, 0 for as many as suit the backend. A decoder's embedding comes from the activations that its logits are
+        computed from. Raises SessionError for an unknown pooling, for "" where the file names none, and for a text that
+        is empty or too long.
         """
         check_pooling(pooling, self.network.hp.pooling)
         ids = [self._ids(text, 0) if isinstance(text, str) else list(text) for text in texts]
@@ -403,13 +406,13 @@ def load(
     stages: int = 1,
     ep: bool = False,
 ) -> Model:
-    """Opens a GGUF file, unless one that is open is given, and puts its weights where the backend wants them.
+    """Opens a GGUF file (or takes an open one) and puts its weights where the backend wants them.
 
-    backend: a name, "auto" for the best usable one, an instance, or several, the preferred first; the CPU takes what
-    they refuse. exact: only reference forms of the ops. rope: changes to the rotation of positions. before: called when
-    the weights have no memory yet, and may raise. ranks: this process's place among several that have a part of the
-    model each (graphrt.ranks.current()), or how many are played in this process; stages: of a pipeline, into which
-    those that are played are divided; ep: of a mixture each has some experts whole, and not a part of every one. Raises
+    backend: a name, "auto" for the best usable one, an instance, or several, the preferred first; the CPU runs the
+    nodes that they refuse. exact: only reference forms of the ops. rope: changes to the rotation of positions. before:
+    called before the weights get memory; it may raise. ranks: this process's place among several, each with a part of
+    the model (graphrt.ranks.current()), or how many ranks are simulated in this process; stages: of a pipeline, into
+    which simulated ranks are divided; ep: each rank has some experts whole, instead of a part of every expert. Raises
     GGUFError, ArchError, BackendError, MemoryPlanError, SessionError for changes that the model can't have, and
     RankError where ranks have different files.
     """

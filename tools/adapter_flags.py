@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 def add_adapter_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("adapters")
-    plain = "a LoRA adapter in a GGUF file, and what it is called (default: the file's name); several times for several"
+    plain = "a LoRA adapter in a GGUF file, and a name for it (default: the file's name); may be repeated"
     group.add_argument("--lora", action="append", default=[], metavar="FILE[=NAME]", help=plain)
     scaled = "the same, its part of results times SCALE"
     group.add_argument("--lora-scaled", action="append", default=[], metavar="FILE[=NAME]:SCALE", help=scaled)

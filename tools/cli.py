@@ -89,6 +89,9 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         for theirs, ours in _RULES.items():
             message = re.sub(theirs, ours, message)
+        if unknown := re.match(r"unrecognized arguments: (--[^\s=]+)", message):
+            near = difflib.get_close_matches(unknown[1], self._option_string_actions, 1, 0.65)
+            message += f". Did you mean {near[0]}?" if near else ""
         self.exit(2, f"{self.prog}: {message}\n{self.prog} --help lists what it takes\n")
 
     def has_flag(self, text: str) -> bool:

@@ -185,7 +185,7 @@ def add_tp_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tp", type=whole(1, 64), default=1, metavar="N", help=tp)
     pp = "stages of a pipeline, each with some of the layers and --tp ranks (default: 1)"
     parser.add_argument("--pp", type=whole(1, 64), default=1, metavar="M", help=pp)
-    ep = "of a mixture each of the --tp ranks has some experts whole, and not a part of every one"
+    ep = "of a mixture of experts, give each of the --tp ranks some experts whole, not a part of every expert"
     parser.add_argument("--ep", action="store_true", help=ep)
 
 
@@ -208,7 +208,7 @@ def add_fast_argument(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         dest="eight_bits",
         help="round activations to 8 bits on the CPU, as llama.cpp does, not to 16: prompts and batches are up to 1.6 "
-        "times as fast, logits off by an NMSE of 1e-4 to 2e-3 for 1e-8 to 1e-6",
+        "times as fast, and the logits' NMSE is 1e-4 to 2e-3, not 1e-8 to 1e-6",
     )
 
 

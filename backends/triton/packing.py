@@ -38,11 +38,11 @@ _ALIGNMENT = 256
 
 @dataclass(frozen=True)
 class ScaleForm:
-    """How the scales of groups lie: what kernels/common/scales.py and gluon_scales.py decode by its name.
+    """How the scales of groups are stored; kernels/common/scales.py and gluon_scales.py decode them by its name.
 
-    dtype, count: `scales` is [rows, k / 32, count] of it; supers: `supers` is f16 [rows, k / 256, supers], 0: there are
-    none; has_min: something is taken off, or added to, scale * code; halves: each half of a group has a scale.
-    at, width, power: of ODD.
+    dtype, count: `scales` is [rows, k / 32, count] of that type; supers: `supers` is f16 [rows, k / 256, supers], 0:
+    there are none; has_min: a minimum is subtracted from, or added to, scale * code; halves: each half of a group has a
+    scale of its own. at, width, power: see _odd(), which alone uses them.
     """
 
     name: str
@@ -83,7 +83,7 @@ def _odd(count: int, first: int, second: int, power: int, width: int = 4) -> Sca
 
 @dataclass(frozen=True)
 class Packing:
-    """How a type lies packed: its features, which kernels ask for instead of its name.
+    """How a type is packed: its features, which kernels ask for instead of its name.
 
     A value is scale * (code - offset), or what `scale` says where that has mins. bits: of a code in `quants`;
     high_bits: of a code in `high`, above those; signed: codes are int8; codebook: values that codes stand for (int8),
@@ -188,7 +188,7 @@ PACKED_TYPES = tuple(_PACKINGS)
 
 
 def packing_of(kind: str) -> Packing | None:
-    """How the type of that name is packed, None when it isn't."""
+    """The packing of the type of that name, None for a type that is not packed."""
     return _PACKINGS.get(kind)
 
 
@@ -297,7 +297,7 @@ NO_PLANES = Planes(None, None, None, None, None)
 
 
 def whole_plane(plane: torch.Tensor | None) -> torch.Tensor | None:
-    """A plane with what it has of a group, or of a block, as one integer."""
+    """A plane viewed so that all it has of a group, or of a block, is one integer."""
     if plane is None or plane.shape[-1] == 0:
         return None
     return plane.view(_INTEGERS[plane.shape[-1] * plane.element_size()])
@@ -351,7 +351,7 @@ _RAW = {
 
 
 def codes_at(kind: str) -> int:
-    """The first byte of the codes in a raw block; 0 for codes of a grid, which lie here and there."""
+    """The first byte of the codes in a raw block; 0 for codes of a grid, which are not contiguous."""
     return _RAW[kind].low.start if kind in _RAW else 0
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from support import ROOT
 from support.plugins import PLUGIN, by_hand, write_metadata
+from support.tiny import write_model
 
 
 def _pip(source: Path, target: Path) -> subprocess.CompletedProcess[str]:
@@ -84,6 +85,20 @@ def test_a_plugin_shares_a_graph_with_the_cpu(installed: Path) -> None:
         "root": {"tiny": "it has ADD, MUL, SCALE, not SQRT"},
         "z": {"tiny": "it takes contiguous tensors, a has gaps or another order"},
     }
+
+
+def test_a_model_runs_on_a_plugin_without_options(installed: Path, tmp_path: Path) -> None:
+    """Verbs and models ask every backend for reference forms or others, one that has no __init__ too."""
+    file = str(write_model(tmp_path / "m.gguf", "llama"))
+    code = f"""
+import json, graphrt
+ids = [3, 1, 4, 1]
+tiny, cpu = (graphrt.load({file!r}, name, exact=False) for name in ("tiny", "cpu"))
+off = abs(tiny.logits(ids) - cpu.logits(ids)).max()
+print(json.dumps({{"backend": tiny.backends[0].name, "off": float(off)}}))
+"""
+    report = run_python(code, installed)
+    assert report["backend"] == "tiny" and report["off"] < 1e-3
 
 
 def test_a_refusal_without_the_cpu_says_why(installed: Path) -> None:

@@ -420,7 +420,7 @@ def test_a_saved_case_has_its_own_mask(run: Run, folder: Path) -> None:
         (["llama.gguf", "-d", "4000"], "the context holds 256 tokens, got 1 after 4000"),
         (["script.py:build", "-d", "1", "--device", "h100"], "leave -d out"),
         (["llama.gguf", "--svg", "x.svg"], "a picture is of one attention, got no NODE"),
-        (["llama.gguf", "ffn_out-0", "--svg", "x.svg", "--device", "h100"], "this node is none; name another"),
+        (["llama.gguf", "ffn_out-0", "--svg", "x.svg", "--device", "h100"], "ffn_out-0 is MUL_MAT; name such a node"),
         (["llama.gguf", "ffn_out-0", "--svg", "no/x.svg"], "must be writable"),
     ],
     ids=lambda value: value if isinstance(value, str) else " ".join(value),

@@ -84,10 +84,15 @@ def walk_data(found: Explained, node: TensorInfo, program: int) -> dict[str, Any
     return _walked(found, node).walk_data(program) or {}
 
 
+def not_attention(what: str, node: TensorInfo) -> str:
+    """The error where something that only an attention has is asked of another node."""
+    return f"{what} needs an attention that the triton backend runs, {node.name} is {node.op}; name such a node"
+
+
 def _walked(found: Explained, node: TensorInfo) -> Step:
     step = step_of(found, node)
     if step is None or step.tiles is None:
-        raise GraphError("--program is of an attention that the triton backend runs, this node is none; name another")
+        raise GraphError(not_attention("--program", node))
     return step
 
 

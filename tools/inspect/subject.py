@@ -108,7 +108,7 @@ def add_subject_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="tokens of a prompt that prefill reads at once (default: the batch, -b, or the context if that is less)",
     )
-    add_page_arguments(parser, "look at a step of an engine with pages of N tokens")
+    add_page_arguments(parser, "a step of several sequences over a cache in pages of N tokens")
     parser.add_argument(
         "--sequences", type=whole(1), default=1, metavar="N", help="with --page: sequences of a step (default: 1)"
     )
@@ -127,7 +127,7 @@ def add_ranks_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", type=whole(1, 8), default=1, metavar="N", help=ranks)
     stages = "with --ranks: in so many stages of a pipeline, of as many ranks each (default: 1)"
     parser.add_argument("--pp", type=whole(1, 8), default=1, metavar="M", help=stages)
-    experts = "with --ranks: of a mixture each rank has some experts whole, and not a part of every one"
+    experts = "with --ranks: of a mixture of experts, each rank has some experts whole, not a part of every one"
     parser.add_argument("--ep", action="store_true", help=experts)
 
 

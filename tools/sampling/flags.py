@@ -19,7 +19,7 @@ MAX_PARALLEL = 256
 
 _NUMBERS: dict[str, tuple[str, ...]] = {
     "temp": ("0: always the likeliest token; higher: more varied", "--temp"),
-    "top_k": ("only the K likeliest tokens, 0: all", "--top-k"),
+    "top_k": ("only the N likeliest tokens, 0: all", "--top-k"),
     "top_p": ("only the likeliest tokens that add up to this probability, 1: all", "--top-p"),
     "min_p": ("only tokens at least this likely, as a share of the likeliest, 0: all", "--min-p"),
     "typical_p": ("locally typical sampling, 1: off", "--typical-p", "--typical"),
@@ -28,18 +28,21 @@ _NUMBERS: dict[str, tuple[str, ...]] = {
         "--top-n-sigma",
         "--top-nsigma",
     ),
-    "xtc_probability": ("chance to drop all but the last token over the threshold, 0: off", "--xtc-probability"),
-    "xtc_threshold": ("the probability over which that drops, more than 0.5: off", "--xtc-threshold"),
-    "repeat_penalty": ("divides the logits of tokens that have come, 1: off", "--repeat-penalty"),
+    "xtc_probability": (
+        "chance to drop all tokens over the threshold but the least likely, 0: off",
+        "--xtc-probability",
+    ),
+    "xtc_threshold": ("the threshold for that, over 0.5: off", "--xtc-threshold"),
+    "repeat_penalty": ("divides the logits of tokens that have occurred, 1: off", "--repeat-penalty"),
     "repeat_last_n": ("how many tokens back the penalties look, 0: off, -1: all", "--repeat-last-n"),
-    "presence_penalty": ("taken off tokens that have come, 0: off", "--presence-penalty"),
-    "frequency_penalty": ("taken off tokens for each time that they have come, 0: off", "--frequency-penalty"),
-    "dry_multiplier": ("DRY: taken off tokens that go on with a repetition, 0: off", "--dry-multiplier"),
-    "dry_base": ("times this for each token that it is longer", "--dry-base"),
-    "dry_allowed_length": ("tokens that may be repeated before that", "--dry-allowed-length"),
+    "presence_penalty": ("subtracted from the logits of tokens that have occurred, 0: off", "--presence-penalty"),
+    "frequency_penalty": ("subtracted for each time that a token has occurred, 0: off", "--frequency-penalty"),
+    "dry_multiplier": ("DRY: subtracted from tokens that would continue a repetition, 0: off", "--dry-multiplier"),
+    "dry_base": ("DRY: its factor for each further token of the repetition", "--dry-base"),
+    "dry_allowed_length": ("DRY: length up to which a repetition is not penalized", "--dry-allowed-length"),
     "dry_penalty_last_n": ("how many tokens back DRY looks, 0: off, -1: all", "--dry-penalty-last-n"),
-    "dynatemp_range": ("the temperature moves by this with the entropy, 0: off", "--dynatemp-range"),
-    "dynatemp_exp": ("the power of the entropy", "--dynatemp-exp"),
+    "dynatemp_range": ("how far the temperature may move with the entropy, 0: off", "--dynatemp-range"),
+    "dynatemp_exp": ("dynamic temperature: the exponent of the entropy", "--dynatemp-exp"),
     "mirostat": ("1 or 2: this version in place of all samplers but --temp, 0: off", "--mirostat"),
     "mirostat_lr": ("how fast mirostat learns (eta)", "--mirostat-lr"),
     "mirostat_ent": ("the surprise that mirostat aims at, in bits (tau)", "--mirostat-ent"),
@@ -57,21 +60,21 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
         value = getattr(defaults, name)
         kind, mark = (int, "N") if isinstance(value, int) else (float, "X")
         group.add_argument(*names, dest=name, type=kind, default=value, metavar=mark, help=f"{what} (default: {value})")
-    breaker = r"a text that DRY's repetitions end at, instead of \n : \" *; several times for several, none: no text"
+    breaker = r"a text at which DRY's repetitions end, instead of \n : \" *; may be repeated; none: no text"
     group.add_argument("--dry-sequence-breaker", action="append", type=spelled.unescaped, metavar="TEXT", help=breaker)
-    bias = "add to a token's logit: 15043+1, 15043-1, or 15043-inf for never; several times for several"
+    bias = "add to a token's logit: 15043+1, 15043-1, or 15043-inf for never; may be repeated"
     group.add_argument("-l", "--logit-bias", action="append", type=_bias, metavar="TOKEN+/-BIAS", help=bias)
 
 
 def add_text_arguments(parser: argparse.ArgumentParser) -> None:
     """Where a text ends, and what it may be."""
     group = parser.add_argument_group("text")
-    stop = r"end before this text, which is not shown; \n is a new line; several times for several"
+    stop = r"end before this text, which is not shown; \n is a new line; may be repeated"
     names = ("-r", "--reverse-prompt", "--stop")
     group.add_argument(
         *names, dest="stop", action="append", default=[], type=spelled.unescaped, metavar="TEXT", help=stop
     )
-    stop_ids = "end at this token; several times for several"
+    stop_ids = "end at this token; may be repeated"
     group.add_argument("--stop-ids", action="append", default=[], type=whole(0), metavar="ID", help=stop_ids)
     group.add_argument("--ignore-eos", action="store_true", help="never choose a token that ends the text")
     rules = group.add_mutually_exclusive_group()
@@ -84,9 +87,9 @@ def add_text_arguments(parser: argparse.ArgumentParser) -> None:
 def add_output_arguments(parser: argparse.ArgumentParser) -> None:
     """How many texts are made, and what is told of them."""
     group = parser.add_argument_group("output")
-    best = "with --json: log-probabilities of the text's tokens, and of so many likeliest ones beside each"
+    best = "with --json: log-probabilities of the text's tokens, and of the N likeliest tokens at each place"
     group.add_argument("--logprobs", type=whole(0), metavar="N", help=best)
-    many = "so many texts of one prompt, which is read once; text I is that of --seed + I (default: 1)"
+    many = "generate N texts from one prompt, which is read once; text I has the seed --seed + I (default: 1)"
     group.add_argument("-np", "--parallel", type=whole(1, MAX_PARALLEL), default=1, metavar="N", help=many)
 
 

@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_chat_arguments(parser)
     parser.add_argument("--exact", action="store_true", help="only reference forms of the ops: slower, to compare with")
     parser.add_argument(
-        "--memory", action="store_true", help="print what weights and cache will take, on a CPU too (a GPU's always is)"
+        "--memory", action="store_true", help="print the memory of weights and cache (on a GPU it always is)"
     )
     parser.set_defaults(raw=False)
     add_tp_argument(parser)

@@ -90,12 +90,12 @@ def _device(args: argparse.Namespace) -> tuple[KnownDevice | None, Sequence[Back
 
 
 def _picture(found: Explained, node: TensorInfo) -> str:
-    from graphrt.tools.explain.node import step_of
+    from graphrt.tools.explain.node import not_attention, step_of
     from graphrt.tools.explain.svg import svg
     from graphrt.tools.explain.text import title
 
     step = step_of(found, node)
     tiles = step.tiles if step is not None else None
     if step is None or tiles is None:
-        raise GraphError("a picture is of an attention that the triton backend runs, this node is none; name another")
+        raise GraphError(not_attention("a picture", node))
     return svg(tiles, f"{step.nodes[0].name} of {title(found)}")

@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", type=whole(2, 64), metavar="N", help=ranks)
     stages = "with --ranks: in so many stages of a pipeline, of as many ranks each (default: 1)"
     parser.add_argument("--pp", type=whole(1, 64), default=1, metavar="M", help=stages)
-    experts = "with --ranks: of a mixture each rank has some experts whole, and not a part of every one"
+    experts = "with --ranks: of a mixture of experts, each rank has some experts whole, not a part of every one"
     parser.add_argument("--ep", action="store_true", help=experts)
 
 

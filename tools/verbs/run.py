@@ -64,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--predict",
         type=whole(-1),
         metavar="N",
-        help=f"the most tokens to make, -1: no limit (default: {PREDICT}, in a chat no limit)",
+        help=f"the most tokens to generate, -1: no limit (default: {PREDICT}, in a chat no limit)",
     )
     parser.add_argument(
         "--raw", action="store_true", help="the prompt as it stands, without the chat template, and only its completion"
@@ -73,10 +73,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--exact", action="store_true", help="only reference forms of the ops: slower, to compare with")
     add_fast_argument(parser)
     parser.add_argument(
-        "--memory", action="store_true", help="print what weights and cache will take, on a CPU too (a GPU's always is)"
+        "--memory", action="store_true", help="print the memory of weights and cache (on a GPU it always is)"
     )
     prompt_cache.add_argument(parser)
-    add_page_arguments(parser, "texts lie in pages of N tokens (default with -np: 64, else one ring of cells)")
+    add_page_arguments(parser, "keep the cache in pages of N tokens (default: 64 with -np, otherwise no pages)")
     _add_profile_arguments(parser)
     add_tp_argument(parser)
     add_session_arguments(parser)
@@ -87,7 +87,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_profile_arguments(parser: argparse.ArgumentParser) -> None:
-    what = "then tell where the time goes, and write a trace for Perfetto (default: graphrt-profile.json)"
+    what = "afterwards report where the time went, and write a trace for Perfetto (default: graphrt-profile.json)"
     parser.add_argument("--profile", nargs="?", const=TRACE, type=_trace_path, metavar="FILE.json", help=what)
     times = "with --profile: write microseconds by node of a decode step, for `graphrt dump --overlay`"
     parser.add_argument("--profile-overlay", type=OutputFile, metavar="FILE", help=times)

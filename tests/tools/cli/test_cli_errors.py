@@ -57,6 +57,7 @@ BAD: dict[str, tuple[Sequence[str], str, str]] = {  # what is given, what is wro
     "prompt not UTF-8": (("run", "spm.gguf", "-f", "latin.txt"), "must be UTF-8", "convert it"),
     "two prompts": ((*RUN, "-f", "text.txt"), "not allowed with argument", USAGE),
     "flag": ((*RUN, "--frob"), "unrecognized arguments: --frob", USAGE),
+    "misspelt flag": ((*RUN, "--temprature", "1"), "--temprature 1. Did you mean --temp?", USAGE),
     "abbreviated flag": ((*RUN, "--back", "cpu"), "unrecognized arguments", USAGE),
     "flag without value": (("run", "spm.gguf", "-p"), "expected one argument", USAGE),
     "verb": (("frob",), "got 'frob'", "graphrt --help"),

@@ -1,4 +1,5 @@
-"""What gradients of attention in f32 may be off by: no one order of adding up decides, and few bits less are seen."""
+"""What gradients of attention and small products in f32 may be off by: no one order of adding up decides, and few bits
+less are seen."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from graphrt.testing import Case, all_cases
+from graphrt.testing import Case, Inputs, all_cases
 from graphrt.tools.conformance.run import lowprec, lowprec_back
 from graphrt.tools.conformance.run.reference import know
 
@@ -56,4 +57,34 @@ def test_another_order_is_right_and_five_bits_less_are_wrong(name: str) -> None:
 @pytest.mark.parametrize("kind", ["f16", "bf16"])
 def test_other_types_have_one(kind: str) -> None:
     low = know(_named(f"of=k,type={kind},mask=None").build()).low
+    assert low is not None and len(low) == 1
+
+
+#: A library may add a column up in an order of its own, so that a row of few columns is off more than its like.
+PRODUCTS = (
+    "MUL_MAT(type=f32,m=16,n=2,k=256)", "MUL_MAT(type=f32,m=5,n=1,k=256,batch_a=[2,3],batch_b=[6,6])",
+    "MUL_MAT_ID(type=f32,m=16,k=256,n_expert=5,used=3,tokens=1,per_slot=True,ids=view)",
+)  # fmt: skip
+
+
+def _product(name: str) -> Inputs:
+    return next(case for case in all_cases(name.partition("(")[0]) if str(case) == name).build()
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_a_product_may_be_added_up_term_by_term_and_six_bits_less_are_wrong(name: str) -> None:
+    inputs = _product(name)
+    known, drawn = know(inputs), lowprec_back.drawn_order
+    assert known.low is not None and len({draw.tobytes() for draw in known.low}) == lowprec.PRODUCT_DRAWS
+    with mock.patch.object(lowprec_back, "drawn_order", lambda draw: drawn(draw + lowprec.DRAWS)):
+        others = know(inputs).low
+    assert others is not None
+    assert all(known.judge(inputs.result, draw.astype(np.float32)).ok for draw in others)
+    cut = _cut(torch.from_numpy(others.astype(np.float32)), 18).numpy()
+    assert not any(known.judge(inputs.result, draw).ok for draw in cut)
+
+
+def test_a_large_product_has_one_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lowprec, "FEW", 31)
+    low = know(_product(PRODUCTS[0])).low
     assert low is not None and len(low) == 1

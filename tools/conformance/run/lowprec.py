@@ -37,27 +37,32 @@ def low(node: Tensor, sources: list[T | None], rounded: str | None = None) -> T:
     if rounded is not None:
         w, x, *ids = sources
         assert x is not None
-        result = _expert_product(node, w, to_int8(x), *ids) if ids else _product(node, w, to_int8(x))
+        result = _expert_product(node, w, to_int8(x), ids[0]) if ids else _product(node, w, to_int8(x))
     else:
         result = LOW[node.op](node, *sources)
     kind = _TYPES.get(node.dtype.name, torch.float32)
     return result.to(kind).to(torch.float64)
 
 
-#: Ops in which exp makes a score's rounding an error of a whole weight, so that few weights decide how far a result is
-#: off, and one order of adding up says little of another: they are drawn so often.
+#: Ops whose error in float32 is mostly luck, so that one order of adding up says little of another: in gradients of
+#: attention exp makes a score's rounding an error of a whole weight, and a product of few elements has few to average.
 DRAWN: dict[str, Callable[..., T]] = {
-    "FLASH_ATTN_BACK": back.flash_attn_back, "FLASH_ATTN_VARLEN_BACK": back.flash_attn_varlen_back
+    "FLASH_ATTN_BACK": back.flash_attn_back, "FLASH_ATTN_VARLEN_BACK": back.flash_attn_varlen_back,
+    "MUL_MAT": lambda rounded, node, a, b, order: _product(node, a, b, order),
+    "MUL_MAT_ID": lambda rounded, node, a, b, ids, order: _expert_product(node, a, b, ids, order),
 }  # fmt: skip
 DRAWS = 16
+#: As often is a product drawn, whose errors differ less, and none of more elements than FEW.
+PRODUCT_DRAWS, FEW = 4, 4096
 
 
 def lows(node: Tensor, sources: list[T | None], rounded: str | None = None) -> T:
     """Results of a node in low precision, [draws, *shape]: low() alone, or where only float32's order of adding up is
-    between a result and the exact one, and it matters, DRAWS orders, in each of which terms are added one by one."""
-    if node.op not in DRAWN or precision(node) != "f32":
+    between a result and the exact one, and it matters, some orders, in each of which terms are added one by one."""
+    product = node.op in ("MUL_MAT", "MUL_MAT_ID")
+    if node.op not in DRAWN or precision(node) != "f32" or (product and math.prod(node.shape) > FEW):
         return low(node, sources, rounded)[None]
-    orders = map(back.drawn_order, range(DRAWS))
+    orders = map(back.drawn_order, range(PRODUCT_DRAWS if product else DRAWS))
     return torch.stack([DRAWN[node.op](_rounding(node), node, *sources, order=order) for order in orders]).double()
 
 
@@ -106,9 +111,12 @@ def _mul_mat(node: Tensor, a: T, b: T) -> T:
     return _product(node, rounded(a), rounded(b))
 
 
-def _product(node: Tensor, a: T | None, b: T) -> T:
+def _product(node: Tensor, a: T | None, b: T, order: back.Order | None = None) -> T:
     assert a is not None
-    grouped = b.reshape(a.shape[0], b.shape[0] // a.shape[0], a.shape[1], b.shape[1] // a.shape[1], *b.shape[2:])
+    shared = (b.shape[0] // a.shape[0], b.shape[1] // a.shape[1])
+    if order is not None:
+        return back.in_order(b, a.repeat_interleave(shared[0], 0).repeat_interleave(shared[1], 1), order)
+    grouped = b.reshape(a.shape[0], shared[0], a.shape[1], shared[1], *b.shape[2:])
     product: T = torch.einsum("xymk,xiyjnk->xiyjnm", a, grouped)
     return product.reshape(node.shape)
 
@@ -118,11 +126,16 @@ def _mul_mat_id(node: Tensor, a: T, b: T, ids: T) -> T:
     return _expert_product(node, rounded(a), rounded(b), ids)
 
 
-def _expert_product(node: Tensor, a: T | None, b: T, ids: T | None) -> T:
+def _expert_product(node: Tensor, a: T | None, b: T, ids: T | None, order: back.Order | None = None) -> T:
     """Every token times every expert's matrix, of which each slot takes one."""
     assert a is not None and ids is not None
     _, n_tokens, n_used, m = node.shape
-    everyone = torch.einsum("emk,tsk->tsem", a[0], b[0]).expand(n_tokens, n_used, a.shape[1], m)
+    if order is None:
+        everyone = torch.einsum("emk,tsk->tsem", a[0], b[0])
+    else:
+        everyone = back.in_order(b.flatten(1, 2)[None], a.flatten(1, 2)[None], order)
+        everyone = everyone.reshape(*b.shape[1:3], a.shape[1], m)
+    everyone = everyone.expand(n_tokens, n_used, a.shape[1], m)
     return _of_expert(everyone, ids.reshape(n_tokens, n_used))[None]
 
 
