@@ -143,7 +143,8 @@ def test_arguments_are_what_was_written() -> None:
 #: What texts of any marks in any order are made of: beginnings of calls, and pieces of everything.
 BEGUN = (
     FORM + "{", '{"name": "rain", "arguments": {', '[{"name": "rain", ',
-    "<tool_call><function=rain>\n<parameter=place>", "<tool_call>rain<arg_key>days</arg_key><arg_value>", "to=functions.rain<|message|>",
+    "<tool_call><function=rain>\n<parameter=place>",
+    "<tool_call>rain<arg_key>days</arg_key><arg_value>", "to=functions.rain<|message|>",
 )  # fmt: skip
 BITS = (
     *("<tool_call>", "</tool_call>", "<function=", "rain", ">", "\n", " ", "<parameter=", "place", "</parameter>"),
