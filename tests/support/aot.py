@@ -444,7 +444,7 @@ def launches_of(arch: str) -> Iterator[tuple[str, Callable[[], list[Launch]]]]:
     for shape, how in (*SCORED, *PANELLED):
         found = configs.find_config(arch, shape.n_q * 4, shape.d, *shape.types)
         yield f"{arch} of {shape} {how}", partial(portable_launches, arch, shape, found, how)
-    for d, kinds, has_mask, how in APPENDED:
+    for d, kinds, has_mask, how in APPENDED if arch == "sm_90" else APPENDED[:1]:
         name = f"{arch} panels and append, heads of {d}, {kinds[0]} and {kinds[1]}, {how}"
         yield name, partial(panel_append_launches, arch, d, kinds, has_mask, how)
     for shape in SCORED_HOPPER if arch == "sm_90" else ():

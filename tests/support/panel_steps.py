@@ -20,6 +20,7 @@ from graphrt.execute import Executable
 from graphrt.fusion import fuse
 from graphrt.graph import Graph
 from graphrt.judge import judge
+from graphrt.op import made_by
 from graphrt.ops.key_panels import panel_width, set_key_panels
 from graphrt.tensor import Tensor, new_input
 from graphrt.testing import dequantize, quantize
@@ -89,12 +90,13 @@ class PanelStep:
 def panel_step(
     d: int, heads: tuple[int, int], n_kv: int, cells: list[int], kinds: tuple[str, str] = ("f16", "f16"),
     mask: np.ndarray | None = None, sinks: bool = False, n_cells: int | None = None, d_v: int | None = None,
-    cell_rows: bool = False, rows: str = "f32", ids: str = "i64", **more: Any,
+    cell_rows: bool = False, rows: str = "f32", ids: str = "i64", apart: bool = False, from_cell: int = 0,
+    n_q: int = 1, attn_bias: bool = False, nan_value: bool = False, **more: Any,
 ) -> PanelStep:  # fmt: skip
     """A step of len(cells) sequences, one token each, which goes to cells[i] of its own cache. n_kv: cells that are
-    read, of n_cells; mask: f16 [n_seq or 1, n_kv], None for none: cells that it hides from a sequence and the token's
-    own hold NaN; cell_rows: V has one row for all heads of a cell; rows: the new rows' type; more: of
-    flash_attn_ext."""
+    read, of n_cells, from from_cell on; mask: f16 [n_seq or 1, n_kv], None for none: cells that it hides from a
+    sequence and the token's own hold NaN; cell_rows: V has one row for all heads of a cell; rows: the new rows' type;
+    apart: V's indices are others than K's; nan_value: the new V is NaN; more: of flash_attn_ext."""
     rng, n_seq, (n_head, n_head_kv) = np.random.default_rng(d + n_kv), len(cells), heads
     n_cells, d_v, x = n_cells or n_kv, d_v or d, panel_width(dtype(kinds[0]))
     values: dict[Tensor, np.ndarray] = {}
@@ -122,6 +124,8 @@ def panel_step(
     where = leaf("cells", ids, 1, 1, n_seq, given=cells)
     k_cache = cache("k_cache", kinds[0], x, n_cells, d // x * n_head_kv, n_seq)
     k_set = set_key_panels(leaf("k", rows, d, n_head_kv, 1, n_seq), where, k_cache, name="k_set")
+    if apart:
+        where = leaf("cells of v", ids, 1, 1, n_seq, given=cells)
     if cell_rows:
         v_cache = cache("v_cache", kinds[1], d_v * n_head_kv, n_cells, n_seq)
         v_set = ops.set_rows(
@@ -134,10 +138,14 @@ def panel_step(
         v_new = ops.permute(leaf("v", rows, d_v, n_head_kv, 1, n_seq), 0, 2, 1, 3)
         v_set = ops.set_rows(v_new, where, v_cache, name="v_set")
         v = ops.view(v_set, (d_v, n_kv, n_head_kv, n_seq), v_set.nb[1:])
-    k = ops.view(k_set, (x, n_kv, *k_set.ne[2:]), k_set.nb[1:])
+    if nan_value:
+        values[made_by(v_set["rows"])][:] = np.nan
+    k = ops.view(k_set, (x, n_kv, *k_set.ne[2:]), k_set.nb[1:], from_cell * k_set.nb[1])
     masked = None if mask is None else leaf("mask", "f16", n_kv, 1, 1, len(mask), given=mask)
     if sinks:
         more["sinks"] = leaf("sinks", "f32", n_head, given=rng.standard_normal(n_head) + np.log(n_kv))
-    q = leaf("q", "f32", d, 1, n_head, n_seq)
+    if attn_bias:
+        more["attn_bias"] = leaf("bias", "f32", n_kv, n_q, n_head)
+    q = leaf("q", "f32", d, n_q, n_head, n_seq)
     out = ops.flash_attn_ext(q, k, v, masked, d**-0.5, k_layout="panels", name="out", **more)
     return PanelStep(values, k_set, v_set, out)

@@ -37,6 +37,7 @@ STEPS: dict[str, tuple[int, tuple[int, int], int, list[int], str, dict[str, Any]
     "the first cell, parts of a tile": (64, (4, 2), 200, [0], "split", {}),
     "the last cell, parts of a tile": (64, (4, 2), 200, [199], "stream_k", {"cell_rows": True}),
     "hidden cells of NaN": (64, (4, 1), 200, [130], "split", {"mask": mask(131)}),
+    "its own query does not see it": (64, (4, 2), 200, [130], "split", {"mask": mask(60), "nan_value": True}),
     "ALiBi, sinks, a soft cap": (
         128, (4, 2), 200, [150], "split", {"mask": mask(151), "max_bias": 8.0, "sinks": True, "softcap": 3.0},
     ),
@@ -69,4 +70,55 @@ def test_one_launch(what: str) -> None:
     assert groups == ["panel_append"]
     with watched():
         exe.run()
+    assert step.why_wrong(exe) == ""
+
+
+def test_parts_are_joined_by_the_fixup() -> None:
+    """The cases of "split" and "stream_k" have tiles of several programs."""
+    for what in ("the last cell, parts of a tile", "ALiBi, sinks, a soft cap"):
+        step, backend = step_of(what)
+        names = [launch.name for split in step.filled(backend).splits for s in split.run.steps for launch in s.launches]
+        assert names[-2:] == ["flash_attn", "flash_attn_fixup"] and "write_rows" not in names
+
+
+def told(step: PanelStep, schedule: str = "tile") -> tuple[list[str | None], list[str]]:
+    """(groups' kernels, what is told of the attention)."""
+    exe = step.filled(TritonBackend(exact=False, schedule=schedule))
+    (split,) = exe.splits
+    (choice,) = [s.choice for s in split.run.steps if s.choice is not None]
+    facts = [f"{of}: {text}" for of, text in choice.facts()]
+    return [group.kernel for group in split.groups if group.kernel], facts
+
+
+def test_explain_tells_of_it() -> None:
+    kernels, facts = told(panel_step(64, (4, 2), 100, [5]))
+    assert kernels == ["panel_append"]
+    assert any(fact.startswith("append: the step's k goes into its panels") for fact in facts)
+
+
+@pytest.mark.parametrize(
+    ("more", "reason"),
+    [
+        ({"kinds": ("f16", "q8_0")}, "those of q8_0 are rounded by a launch before it"),
+        ({"dropout_p": 0.5}, "without a score function, dropout and attn_bias"),
+        ({"attn_bias": True}, "without a score function, dropout and attn_bias"),
+        ({"out_scale": 2.0, "out_type": "f8_e4m3"}, "it has no scales of k, v or the result"),
+        ({"apart": True}, "k and v must go to the same cells"),
+        ({"from_cell": 1, "n_cells": 101}, "the caches be read from their first cell on"),
+        ({"n_q": 2}, "one token a sequence, this step has 2"),
+    ],
+)
+def test_what_takes_launches_of_its_own_says_why(more: dict[str, Any], reason: str) -> None:
+    kernels, facts = told(panel_step(64, (4, 2), 100, [5], **more))
+    assert kernels == []
+    assert any(fact.startswith("why: not panel_append: ") and reason in fact for fact in facts), facts
+
+
+def test_launches_of_their_own_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GRAPHRT_FUSE", "0")
+    step, backend = step_of("hidden cells of NaN")
+    kernels, facts = told(step, "split")
+    assert kernels == [] and any("GRAPHRT_FUSE leaves it out" in fact for fact in facts)
+    exe = step.filled(backend)
+    exe.run()
     assert step.why_wrong(exe) == ""

@@ -30,6 +30,7 @@ from graphrt.backends.triton.kernels.flash_attn.fusions import (
 from graphrt.backends.triton.kernels.flash_attn.kernel import AttentionKernel, Scratch
 from graphrt.backends.triton.kernels.flash_attn.kernels import kernels_of, not_of, varlen_kernels_of
 from graphrt.backends.triton.kernels.flash_attn.mask_plan import MaskPlan, MaskPlans
+from graphrt.backends.triton.kernels.flash_attn.portable import Forward
 from graphrt.backends.triton.kernels.flash_attn.problem import Problem
 from graphrt.backends.triton.kernels.flash_attn.scaled import ScaledAttention
 from graphrt.backends.triton.kernels.flash_attn.stream_k import PASS_FORMS
@@ -43,6 +44,15 @@ from graphrt.fusion import Fusion
 from graphrt.op import made_by
 from graphrt.ops.flash_attn_ext import is_scaled
 from graphrt.tensor import Tensor
+
+#: Chosen.append of the two forms.
+ROTATED_APPEND = (
+    "q and k are rotated, and k and v written into their row of the cache, in the same launch (decode_append.py)"
+)
+PANELS_APPEND = (
+    "the step's k goes into its panels and its v into its row in the same launch (append.py): no program reads that "
+    "cell, the first one of a tile has its key from the step's own k and v"
+)
 
 
 class Launcher:
@@ -99,8 +109,11 @@ class Launcher:
             self._refuse(node, "rope_cache_attention", reason)
 
     def _refuse(self, node: Tensor, name: str, reason: str) -> None:
-        chosen = self.chosen[node]
-        self.chosen[node] = replace(chosen, refused={**chosen.refused, name: reason})
+        self._tell(node, refused={**self.chosen[node].refused, name: reason})
+
+    def _tell(self, node: Tensor, **more: Any) -> None:
+        """Adds to the record of what a node got."""
+        self.chosen[node] = replace(self.chosen[node], **more)
 
     def _plain(self, p: Problem) -> list[Step]:
         kernel, refused = self._kernel_of(p)
@@ -137,14 +150,19 @@ class Launcher:
             return [*lower_rope_cache(found.cache, ctx), *self.launches(attention_of(found.attention))]
         table, steps = rope_table(found.cache.q, ctx)
         kernel.appended = appended_arguments(found.cache, table, ctx)
-        return steps + self._planned(p, kernel, refused)
+        steps += self._planned(p, kernel, refused)
+        self._tell(found.attention, append=ROTATED_APPEND)
+        return steps
 
     def panel_append(self, found: PanelAppend, ctx: Context) -> list[Step]:
         """The launches of an attention over keys in panels whose first one writes the step's k and v too."""
         p = Problem(attention_of(found.attention), self.place)
         kernel, refused = self._kernel_of(p)
+        assert isinstance(kernel, Forward), kernel.name  # who alone reads panels
         kernel.appended = panel_arguments(found, ctx)
-        return self._planned(p, kernel, refused)
+        steps = self._planned(p, kernel, refused)
+        self._tell(found.attention, append=PANELS_APPEND)
+        return steps
 
     def _kernel_of(self, p: Problem) -> tuple[AttentionKernel[Problem, MaskPlan], dict[str, str]]:
         """The kernel of a contiguous attention, and why others do not serve it. Flash decoding in two passes comes
