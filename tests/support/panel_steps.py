@@ -91,18 +91,19 @@ def panel_step(
     d: int, heads: tuple[int, int], n_kv: int, cells: list[int], kinds: tuple[str, str] = ("f16", "f16"),
     mask: np.ndarray | None = None, sinks: bool = False, n_cells: int | None = None, d_v: int | None = None,
     cell_rows: bool = False, rows: str = "f32", ids: str = "i64", apart: bool = False, from_cell: int = 0,
-    n_q: int = 1, attn_bias: bool = False, nan_value: bool = False, **more: Any,
+    n_q: int = 1, attn_bias: bool = False, nan_value: bool = False, layer: str = "", **more: Any,
 ) -> PanelStep:  # fmt: skip
     """A step of len(cells) sequences, one token each, which goes to cells[i] of its own cache. n_kv: cells that are
     read, of n_cells, from from_cell on; mask: f16 [n_seq or 1, n_kv], None for none: cells that it hides from a
     sequence and the token's own hold NaN; cell_rows: V has one row for all heads of a cell; rows: the new rows' type;
-    apart: V's indices are others than K's; nan_value: the new V is NaN; more: of flash_attn_ext."""
+    apart: V's indices are others than K's; nan_value: the new V is NaN; layer: inputs' names begin with it; more: of
+    flash_attn_ext."""
     rng, n_seq, (n_head, n_head_kv) = np.random.default_rng(d + n_kv), len(cells), heads
     n_cells, d_v, x = n_cells or n_kv, d_v or d, panel_width(dtype(kinds[0]))
     values: dict[Tensor, np.ndarray] = {}
 
     def leaf(name: str, kind: str, *ne: int, given: Any = None) -> Tensor:
-        t = new_input(kind, *ne, name=name)
+        t = new_input(kind, *ne, name=layer + name)
         found = rng.standard_normal(t.shape) if given is None else np.asarray(given).reshape(t.shape)
         values[t] = quantize(found.astype(np.float32), t.dtype)
         return t

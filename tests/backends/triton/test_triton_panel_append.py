@@ -18,7 +18,12 @@ if device.unusable() is not None:
 from support.panel_steps import PanelStep, panel_step
 from support.watched_memory import watched
 
+from graphrt import ops
 from graphrt.backends.triton.backend import TritonBackend
+from graphrt.execute import prepare
+from graphrt.graph import Graph
+from graphrt.tools.check.order_report import ordered
+from graphrt.tools.explain.devices import known_device
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
@@ -112,6 +117,22 @@ def test_what_takes_launches_of_its_own_says_why(more: dict[str, Any], reason: s
     kernels, facts = told(panel_step(64, (4, 2), 100, [5], **more))
     assert kernels == []
     assert any(fact.startswith("why: not panel_append: ") and reason in fact for fact in facts), facts
+
+
+def test_an_attention_with_its_denominators_is_one_step_with_them() -> None:
+    step = panel_step(64, (4, 2), 100, [5])
+    lse = ops.flash_attn_lse(*(step.out[x] for x in ("q", "k")), None, step.out.params.scale, k_layout="panels")
+    exe = prepare(Graph(step.out, lse), TritonBackend(exact=False))
+    assert [group.kernel for split in exe.splits for group in split.groups if group.kernel] == ["attention_lse"]
+
+
+def test_layers_are_in_order() -> None:
+    """Two behind each other, and the run behind that, on a GPU whose launches overlap."""
+    h100 = device.Target.elsewhere(known_device("h100").elsewhere)
+    layers = [panel_step(64, (4, 2), 100, [5], mask=mask(6, n_kv=100), layer=name) for name in "ab"]
+    exe = prepare(Graph(*(step.out for step in layers)), TritonBackend(exact=False, target=h100))
+    found = ordered("two layers", exe)
+    assert found.starts_early >= 2 and not found.violations, found
 
 
 def test_launches_of_their_own_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
