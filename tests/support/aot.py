@@ -420,8 +420,7 @@ PANELLED = [
 #: With the step's key written into them: head size, types, whether there is a mask, schedule.
 APPENDED = [
     (128, ("f16", "f16"), True, "split"),
-    (64, ("bf16", "bf16"), False, "tile"),
-    (128, ("f8_e4m3", "f16"), True, "stream_k"),
+    (128, ("f8_e4m3", "bf16"), False, "stream_k"),
 ]
 #: Hopper's kernel with those, of each head size.
 SCORED_HOPPER = [

@@ -78,6 +78,22 @@ def test_one_launch(what: str) -> None:
     assert step.why_wrong(exe) == ""
 
 
+def test_at_any_cell() -> None:
+    """One compiled step whose cell is another one in each run, around the edges of k-blocks of 64 keys."""
+    step = panel_step(32, (2, 1), 133, [0])
+    exe = step.filled(TritonBackend(exact=False, schedule="split"))
+    (cells,) = [leaf for leaf in step.values if leaf.name == "cells"]
+    whole = [leaf for leaf in step.values if leaf.name in ("k_cache", "v_cache")]
+    for cell in (0, 1, 31, 63, 64, 127, 128, 132):
+        step.values[cells][:] = cell
+        for cache in whole:
+            step.values[cache] = np.nan_to_num(step.values[cache], nan=0.5)
+            step.values[cache][:, :, cell] = np.nan
+        exe.write_all({leaf: step.values[leaf] for leaf in (cells, *whole)})
+        exe.run()
+        assert step.why_wrong(exe) == "", cell
+
+
 def test_parts_are_joined_by_the_fixup() -> None:
     """The cases of "split" and "stream_k" have tiles of several programs."""
     for what in ("the last cell, parts of a tile", "ALiBi, sinks, a soft cap"):
