@@ -68,13 +68,14 @@ def set_key_panels(rows: Tensor, ids: Tensor, target: Tensor, name: str = "") ->
     """Writes keys by index into a cache in panels, in its type: result[i, ids[l], h * (D / x) + p] = rows[p * x + i, h,
     l].
 
-    rows: f32 or f16 [D, n_head_kv, n_ids], contiguous, as a step's keys come; ids: i64 or i32 [n_ids]; target:
-    [x, n_kv, D / x * n_head_kv], x the elements of 16 bytes. The result is a view of `target`. SET_ROWS does it: each
-    16 bytes are a row of the target. Equal indices leave either key; one outside 0..n_kv-1 writes nothing. Source: as
-    key_panels(). Raises GraphError for other types and sizes.
+    rows: f32 or f16 [D, n_head_kv, n_ids, n_seq], contiguous, as a step's keys come; ids: i64 or i32 [n_ids], or
+    [n_ids, 1, n_seq] for cells of each sequence's own; target: [x, n_kv, D / x * n_head_kv, n_seq], x the elements of
+    16 bytes. The result is a view of `target`. SET_ROWS does it: each 16 bytes are a row of the target. Equal indices
+    leave either key; one outside 0..n_kv-1 writes nothing. Source: as key_panels(). Raises GraphError for other types
+    and sizes.
     """
     x = panel_width(target.dtype)
-    d, heads, n, _ = rows.ne
-    fits = d % x == 0 and target.ne[:3] == (x, target.ne[1], d // x * heads) and rows.ne[3] == target.ne[3] == 1
+    d, heads, n, n_seq = rows.ne
+    fits = d % x == 0 and target.ne == (x, target.ne[1], d // x * heads, n_seq)
     require(fits, "SET_ROWS", f"keys [D, n_head_kv, n] go into panels [{x}, n_kv, D / {x} * n_head_kv]", rows, target)
-    return set_rows(permute(reshape(rows, x, d // x * heads, n), 0, 2, 1, 3), ids, target, name=name)
+    return set_rows(permute(reshape(rows, x, d // x * heads, n, n_seq), 0, 2, 1, 3), ids, target, name=name)

@@ -13,7 +13,7 @@ from graphrt.backends.triton.kernels.backward.steps import ADAMW_STEP
 from graphrt.backends.triton.kernels.elementwise import SOFTCAP
 from graphrt.backends.triton.kernels.experts.lower import EXPERT_GATE_UP, EXPERT_SUM
 from graphrt.backends.triton.kernels.experts.route import EXPERT_ROUTING
-from graphrt.backends.triton.kernels.flash_attn.launcher import ATTENTION_BACK, ATTENTION_LSE
+from graphrt.backends.triton.kernels.flash_attn.launcher import ATTENTION_BACK, ATTENTION_LSE, PANEL_APPEND
 from graphrt.backends.triton.kernels.latent import HEAD_PRODUCTS, LATENT_ROPE_CACHE
 from graphrt.backends.triton.kernels.overlapped import OVERLAPPED_SUM
 from graphrt.backends.triton.kernels.planned_norms import ADD_NORM, JOINED, NORM_MUL, NORM_MUL_ADD_NORM
@@ -50,6 +50,7 @@ FUSIONS: tuple[Fusion, ...] = (
     ROPE_CACHE,
     SOFTCAP,
     ATTENTION_LSE,
+    PANEL_APPEND,
     ATTENTION_BACK,
     GLU_BACK,
     ADAMW_STEP,

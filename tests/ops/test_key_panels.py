@@ -58,6 +58,19 @@ def test_keys_are_written_where_they_belong(at: list[int]) -> None:
     np.testing.assert_array_equal(found, expected)
 
 
+def test_sequences_have_cells_of_their_own() -> None:
+    rows = new_input("f16", 16, HEADS, 1, 3, name="rows")
+    ids, cache = new_input("i32", 1, 1, 3, name="ids"), new_input("f16", 8, N_KV, 2 * HEADS, 3, name="cache")
+    new, cells = np.random.default_rng(1).normal(size=rows.shape).astype(np.float16), [4, 20, 0]
+    node = ops.cont(set_key_panels(rows, ids, cache))
+    given = {rows: new, ids: np.array(cells).reshape(ids.shape), cache: np.zeros(cache.shape, np.float16)}
+    found = run(node, given)
+    for s, cell in enumerate(cells):
+        np.testing.assert_array_equal(found[s, :, cell].reshape(HEADS, 16), new[s, 0])
+        found[s, :, cell] = 0
+    assert not found.any()
+
+
 @pytest.mark.parametrize("n_q", [1, 3])
 def test_an_attention_is_the_same_to_the_bit(n_q: int) -> None:
     q = new_input("f32", 64, n_q, 4, name="q")

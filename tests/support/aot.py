@@ -59,7 +59,7 @@ from graphrt.ops.flash_attn_ext import flash_attn_ext
 from graphrt.ops.key_panels import PANELS, ROWS, panel_width
 from graphrt.ops.view import permute, view
 from graphrt.tensor import Tensor
-from support import append_emulation
+from support import append_emulation, panel_steps
 from support.aot_arch import target_of
 from support.aot_barriers import reused_barriers
 from support.aot_minima import plain_minima
@@ -246,6 +246,13 @@ def append_launch(arch: str, d: int, has_mask: bool) -> Launch:
     return Launch(launch.kernel, launch.grid, launch.args | {"STAGES": stages}, launch.options)
 
 
+def panel_append_launches(arch: str, d: int, kinds: tuple[str, str], has_mask: bool, schedule: str) -> list[Launch]:
+    """The portable kernel's launch that writes a step's row of keys in panels, of 8 heads on 2."""
+    mask = np.zeros((1, 4096), np.float16) if has_mask else None
+    step = panel_steps.panel_step(d, (8, 2), 4096, [5], kinds, mask)
+    return [launch for launch in step.launches(target_of(arch), schedule) if launch.name == "flash_attn"]
+
+
 def figures(kernel: Any, arch: str) -> dict[str, Any]:
     """What is asked of a compiled kernel, by name.
 
@@ -411,6 +418,11 @@ PANELLED = [
     (Shape((128, 128), 128, ("f16", "f16"), panels=True), "stream_k"),
     (Shape((96, 96), 64, ("f8_e4m3", "f16"), panels=True), "tile"),
 ]
+#: With the step's key written into them: head size, types, whether there is a mask, schedule.
+APPENDED = [
+    (128, ("f16", "f16"), True, "split"),
+    (128, ("f8_e4m3", "bf16"), False, "stream_k"),
+]
 #: Hopper's kernel with those, of each head size.
 SCORED_HOPPER = [
     Shape((d, d), 128, (kind, kind), score=name, softcap=cap)
@@ -432,6 +444,9 @@ def launches_of(arch: str) -> Iterator[tuple[str, Callable[[], list[Launch]]]]:
     for shape, how in (*SCORED, *PANELLED):
         found = configs.find_config(arch, shape.n_q * 4, shape.d, *shape.types)
         yield f"{arch} of {shape} {how}", partial(portable_launches, arch, shape, found, how)
+    for d, kinds, has_mask, how in APPENDED if arch == "sm_90" else APPENDED[:1]:
+        name = f"{arch} panels and append, heads of {d}, {kinds[0]} and {kinds[1]}, {how}"
+        yield name, partial(panel_append_launches, arch, d, kinds, has_mask, how)
     for shape in SCORED_HOPPER if arch == "sm_90" else ():
         yield f"{arch} score {shape}", lambda s=shape: launches_for(served(arch, s, "tile"))[:1]
     if arch.startswith("sm_"):

@@ -20,7 +20,8 @@ class Chosen:
     under schedule "tile" fewer than tiles where they are persistent; join: who merges the parts of tiles: "fixup" (a
     launch of its own), "kernel" (the last of a tile's programs), "" where none is shared; repairs: a launch behind does
     again what the kernel flags; refused: why kernels that were asked before do not serve, by name; beside: what other
-    kernels do of the attention, and of which part, in words; section, last_first: AttentionKernel.tile_order.
+    kernels do of the attention, and of which part, in words; section, last_first: AttentionKernel.tile_order; append:
+    what of the step's row of the cache is done in the same launch, in words, "" for nothing.
     """
 
     kernel: str
@@ -39,3 +40,4 @@ class Chosen:
     beside: tuple[str, ...] = ()
     section: int = 1
     last_first: bool = False
+    append: str = ""

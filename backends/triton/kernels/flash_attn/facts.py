@@ -41,6 +41,8 @@ def _kernel(plan: AttentionPlan) -> Iterator[Fact]:
         )
     portable = c.kernel in ("forward", "varlen")
     yield "why", "it serves everything the others do not" if portable else "it is the first that serves"
+    if c.append:
+        yield "append", c.append
     for other in c.beside:
         yield "beside", other
 

@@ -22,6 +22,13 @@ from graphrt.backends.triton.kernels.common.blocks import is_quantized
 from graphrt.backends.triton.kernels.common.constants import LN2, LOG2E, NEG_INF
 from graphrt.backends.triton.kernels.common.float8 import float8_values, is_float8
 from graphrt.backends.triton.kernels.common.pdl import gdc_launch_dependents, gdc_wait
+from graphrt.backends.triton.kernels.flash_attn.append import (
+    cell_of_head,
+    new_cell,
+    new_rows,
+    with_new_key,
+    write_new_rows,
+)
 from graphrt.backends.triton.kernels.flash_attn.dropout import kept_weights
 from graphrt.backends.triton.kernels.flash_attn.ranges import (
     longest_first,
@@ -222,14 +229,18 @@ def attend(
     K_DOT: tl.constexpr, V_DOT: tl.constexpr, BLOCK_N: tl.constexpr, WAYS: tl.constexpr, SOFTCAP: tl.constexpr,
     HAS_MASK: tl.constexpr, HAS_BIAS: tl.constexpr, DROPOUT: tl.constexpr, V_IN_K: tl.constexpr, HAS_V: tl.constexpr,
     PARTIAL: tl.constexpr, WIDE: tl.constexpr, PTX: tl.constexpr, PRECISION: tl.constexpr, SCORE: tl.constexpr,
-    PANEL: tl.constexpr, PRE_LOAD_V: tl.constexpr,
+    PANEL: tl.constexpr, PRE_LOAD_V: tl.constexpr, cell=None,
 ):  # fmt: skip
     """One k-block. factor: of q.k, positive; without a softcap it holds log2(e) too. PARTIAL: bounds and mask count.
     token, head: of each row, along rows of scores; dropout: (seed_low, seed_high, offset, least, inverse) as
-    dropout_arguments() has them; SCORE: score_code.py's function or None, p_score: its numbers."""
+    dropout_arguments() has them; SCORE: score_code.py's function or None, p_score: its numbers. cell: of a key that is
+    left out and not read (append.py), None for none."""
     i_key = key_index(BLOCK_N, WAYS)
     col = i_kb * BLOCK_N + i_key
     m_key = col < n_kv
+    if cell is not None:
+        m_key &= col != cell
+    ALL: tl.constexpr = not PARTIAL and cell is None
     if PARTIAL and HAS_MASK:  # cells that the mask hides from all rows are not read: they may hold NaN
         bits = load_index(p_seen + i_kb * (BLOCK_N // 32) + i_key // 32, PTX)
         m_key &= ((bits >> (i_key % 32)) & 1) != 0
@@ -237,7 +248,7 @@ def attend(
     i_row = i_key.to(tl.int64) if WIDE else i_key
     s, k0, unit, factor = scores(
         p_k + row * sk_n, i_row * sk_n, m_key, q0, q1, factor, softcap, D_K, DK0, DK1, K_KIND, K_ALIGNED, K_DOT, WAYS,
-        SOFTCAP, not PARTIAL, PTX, PRECISION, s_panel, PANEL,
+        SOFTCAP, ALL, PTX, PRECISION, s_panel, PANEL,
     )  # fmt: skip
     if SCORE is not None:
         s = scored(s, factor, i_seq, head, token, keys_last(col, WAYS), p_score, SCORE, K_DOT == tl.float32)
@@ -253,6 +264,8 @@ def attend(
             s = tl.where(bias == NEG_INF, NEG_INF, s + (slope * unit) * bias)
         else:
             s = tl.where(keys_last(col < n_kv, WAYS), s, NEG_INF)
+    if cell is not None:
+        s = tl.where(keys_last(col == cell, WAYS), NEG_INF, s)
     kept = m_rows
     seed_low, seed_high, offset, least, inverse = dropout
     if DROPOUT:
@@ -262,7 +275,7 @@ def attend(
         )  # fmt: skip
     return weigh(
         s, factor, k0, p_v + row * sv_n, i_row * sv_n, m_key, m, l, acc0, acc1, kept, inverse, D_V, DV0, DV1, V_KIND,
-        V_ALIGNED, V_DOT, WAYS, V_IN_K, HAS_V, not PARTIAL, PARTIAL or HAS_BIAS or SCORE is not None, DROPOUT,
+        V_ALIGNED, V_DOT, WAYS, V_IN_K, HAS_V, ALL, PARTIAL or HAS_BIAS or SCORE is not None, DROPOUT,
         PTX, PRECISION, PRE_LOAD_V,
     )  # fmt: skip
 
@@ -361,8 +374,8 @@ GENERAL = [
 
 
 @accesses(
-    reads="p_q p_k p_v p_mask p_bias p_sinks p_slopes p_score p_counts p_blocks p_seen p_unit_start p_bad",
-    writes="p_out p_lse p_part p_bad",
+    reads="p_q p_k p_v p_mask p_bias p_sinks p_slopes p_score p_counts p_blocks p_seen p_unit_start p_bad new",
+    writes="p_out p_lse p_part p_bad caches",
 )
 @triton.jit(do_not_specialize=GENERAL)
 def flash_attn(
@@ -370,7 +383,7 @@ def flash_attn(
     p_part, p_bad, sq_t, sq_h, sq_s, sk_h, sk_s, sv_h, sv_s, sm_t, sm_h, sm_s, sb_t, sb_h, sb_s,
     n_q, n_kv, n_head, gqa, n_groups, n_qt, n_blocks, n_tiles, m2, m3, mask_groups,
     programs, splits, section, sign, factor, softcap, has_sinks, has_lse, b2, b3, seed_low, seed_high, offset, least,
-    inverse, s_panel,
+    inverse, s_panel, new, caches,
     sk_n: tl.constexpr, sv_n: tl.constexpr, D_K: tl.constexpr, D_V: tl.constexpr, DK0: tl.constexpr, DK1: tl.constexpr,
     DV0: tl.constexpr, DV1: tl.constexpr, K_KIND: tl.constexpr, V_KIND: tl.constexpr,
     K_ALIGNED: tl.constexpr, V_ALIGNED: tl.constexpr, K_DOT: tl.constexpr, V_DOT: tl.constexpr,
@@ -386,11 +399,11 @@ def flash_attn(
 
     q: f32; mask: f16; bias: f16, bf16 or f32; score: f32, numbers of SCORE; out: f32 [n_seq, n_q, n_head, D_V];
     lse: f32 [n_seq, n_q, n_head].
-    PANEL, s_panel: see load_kv. counts, blocks, seen: what
-    mask.py found; unit_start: prefix sums of the tiles' units. part: scratch of stream_k.py's slots, each acc
-    [BLOCK_M, DV0 + DV1], m [BLOCK_M], l [BLOCK_M]. RANGES: split or stream-K; else whole tiles, every programs-th in
-    the order of longest_first. REPAIR: only those whose `bad` [n_tiles + 1] is set; its last number counts them, run
-    after run.
+    PANEL, s_panel: see load_kv. new, caches: append.py's, of one query a sequence whose key and value this launch
+    writes; else None. counts, blocks, seen: what mask.py found; unit_start: prefix sums of the tiles' units. part:
+    scratch of stream_k.py's slots, each acc [BLOCK_M, DV0 + DV1], m [BLOCK_M], l [BLOCK_M]. RANGES: split or stream-K;
+    else whole tiles, every programs-th in the order of longest_first. REPAIR: only those whose `bad` [n_tiles + 1] is
+    set; its last number counts them, run after run.
     """
     pid = tl.program_id(0)
     if PDL:
@@ -459,6 +472,7 @@ def flash_attn(
         p_list = p_blocks + i_mask.to(tl.int64) * n_blocks
         p_bits = p_seen + i_mask.to(tl.int64) * n_blocks * (BLOCK_N // 32)
         m, l, acc0, acc1 = no_sums(BLOCK_M, DV0, DV1, WAYS)
+        cell = new_cell(new, i_seq) if new is not None else None
 
         for PARTIAL in tl.static_range(2):  # the list has full k-blocks first
             first = tl.maximum(low, n_full) if PARTIAL else low
@@ -471,13 +485,32 @@ def flash_attn(
                     (seed_low, seed_high, offset, least, inverse), p_score, s_panel,
                     D_K, D_V, DK0, DK1, DV0, DV1, K_KIND,
                     V_KIND, K_ALIGNED, V_ALIGNED, K_DOT, V_DOT, BLOCK_N, WAYS, SOFTCAP, HAS_MASK, HAS_BIAS, DROPOUT,
-                    V_IN_K, HAS_V, PARTIAL == 1, WIDE, PTX, PRECISION, SCORE, PANEL, PRE_LOAD_V,
+                    V_IN_K, HAS_V, PARTIAL == 1, WIDE, PTX, PRECISION, SCORE, PANEL, PRE_LOAD_V, cell,
                 )  # fmt: skip
 
         if not SOFTCAP and SCORE is None:
             m = m * factor
         if WAYS > 0:
             m, l, acc0, acc1 = join_ways(m, l, acc0, acc1, DV1)
+        if new is not None:
+            if low == 0:
+                p_k_row, p_v_row = new_rows(new, i_seq, i_kv_head, D_K)
+                row_q0 = load_q(p_q, p_row, m_row, sign, D_K, 0, DK0, K_KIND, K_ALIGNED, K_DOT, 0)
+                row_q1 = row_q0
+                if DK1 > 0:
+                    row_q1 = load_q(p_q, p_row, m_row, sign, D_K, DK0, DK1, K_KIND, K_ALIGNED, K_DOT, 0)
+                m, l, acc0, acc1 = with_new_key(
+                    m, l, acc0, acc1, row_q0, row_q1, p_k_row, p_v_row, cell, n_kv, p_mask + mask_row, m_row,
+                    p_slopes + head, factor, softcap, D_K, D_V, DK0, DK1, DV0, DV1, K_KIND, V_KIND, SOFTCAP, HAS_MASK,
+                    K_DOT == tl.float32,
+                )  # fmt: skip
+                if (cell >= 0) & (head0 % gqa == 0):
+                    p_k_cell = cell_of_head(caches.k, i_seq, i_kv_head, cell, sk_s, sk_h, sk_n)
+                    p_v_cell = cell_of_head(caches.v, i_seq, i_kv_head, cell, sv_s, sv_h, sv_n)
+                    write_new_rows(
+                        p_k_row, p_v_row, p_k_cell, p_v_cell, s_panel, D_K, D_V, DK0, DK1, DV0, DV1, K_KIND, V_KIND,
+                        PANEL,
+                    )  # fmt: skip
         if PDL:
             gdc_launch_dependents()
         out_row = ((i_seq * n_q).to(tl.int64) + token) * n_head + head

@@ -174,7 +174,8 @@ class AttentionKernel(ABC, Generic[P, L]):
 
     #: It can rotate q and k and write a step's k and v itself.
     can_append: bool = False
-    #: Arguments for that, see rope.py's appended_arguments(); None: it is not asked to.
+    #: Arguments for that, see rope.py's appended_arguments(), or for writing k and v alone, see append_launch.py's
+    #: panel_arguments(); None: it is not asked to.
     appended: dict[str, Any] | None = None
     #: A launch behind does again what the kernel flags.
     repairs: ClassVar[bool] = False

@@ -10,6 +10,13 @@ from graphrt.backend import Place
 from graphrt.backends.triton.accesses import Step
 from graphrt.backends.triton.context import Context
 from graphrt.backends.triton.device import Target
+from graphrt.backends.triton.kernels.flash_attn.append_fusions import (
+    PanelAppend,
+    appends_to_panels,
+    panel_append,
+    why_not_appended,
+)
+from graphrt.backends.triton.kernels.flash_attn.append_launch import panel_arguments
 from graphrt.backends.triton.kernels.flash_attn.backward.launcher import BackLauncher
 from graphrt.backends.triton.kernels.flash_attn.chosen import Chosen
 from graphrt.backends.triton.kernels.flash_attn.configs import Config
@@ -23,6 +30,7 @@ from graphrt.backends.triton.kernels.flash_attn.fusions import (
 from graphrt.backends.triton.kernels.flash_attn.kernel import AttentionKernel, Scratch
 from graphrt.backends.triton.kernels.flash_attn.kernels import kernels_of, not_of, varlen_kernels_of
 from graphrt.backends.triton.kernels.flash_attn.mask_plan import MaskPlan, MaskPlans
+from graphrt.backends.triton.kernels.flash_attn.portable import Forward
 from graphrt.backends.triton.kernels.flash_attn.problem import Problem
 from graphrt.backends.triton.kernels.flash_attn.scaled import ScaledAttention
 from graphrt.backends.triton.kernels.flash_attn.stream_k import PASS_FORMS
@@ -36,6 +44,15 @@ from graphrt.fusion import Fusion
 from graphrt.op import made_by
 from graphrt.ops.flash_attn_ext import is_scaled
 from graphrt.tensor import Tensor
+
+#: Chosen.append of the two forms.
+ROTATED_APPEND = (
+    "q and k are rotated, and k and v written into their row of the cache, in the same launch (decode_append.py)"
+)
+PANELS_APPEND = (
+    "the step's k goes into its panels and its v into its row in the same launch (append.py): no program reads that "
+    "cell, the first one of a tile has its key from the step's own k and v"
+)
 
 
 class Launcher:
@@ -77,18 +94,26 @@ class Launcher:
             steps = self._scaled(attention.out)
         else:
             steps = self._plain(Problem(attention, self.place))
-        if self.appends and attention.out is not None:
+        if attention.out is not None:
             self._tell_apart(attention.out)
         return steps
 
     def _tell_apart(self, node: Tensor) -> None:
         """Says of an attention of a cache why the step's row of it is written by another launch."""
-        if made_by(node["k"]).op == "SET_ROWS":
-            chosen = self.chosen[node]
-            reason = (
-                why_apart(node) or f"{chosen.kernel} has no such form, or the step's nodes are not as it needs them"
-            )
-            self.chosen[node] = replace(chosen, refused={**chosen.refused, "rope_cache_attention": reason})
+        if node.op == "FLASH_ATTN_EXT" and appends_to_panels(node):
+            reason = why_not_appended(node) or "GRAPHRT_FUSE leaves it out, or another fusion has one of its nodes"
+            self._refuse(node, "panel_append", reason)
+        elif self.appends and made_by(node["k"]).op == "SET_ROWS":
+            kernel = self.chosen[node].kernel
+            reason = why_apart(node) or f"{kernel} has no such form, or the step's nodes are not as it needs them"
+            self._refuse(node, "rope_cache_attention", reason)
+
+    def _refuse(self, node: Tensor, name: str, reason: str) -> None:
+        self._tell(node, refused={**self.chosen[node].refused, name: reason})
+
+    def _tell(self, node: Tensor, **more: Any) -> None:
+        """Adds to the record of what a node got."""
+        self.chosen[node] = replace(self.chosen[node], **more)
 
     def _plain(self, p: Problem) -> list[Step]:
         kernel, refused = self._kernel_of(p)
@@ -125,7 +150,19 @@ class Launcher:
             return [*lower_rope_cache(found.cache, ctx), *self.launches(attention_of(found.attention))]
         table, steps = rope_table(found.cache.q, ctx)
         kernel.appended = appended_arguments(found.cache, table, ctx)
-        return steps + self._planned(p, kernel, refused)
+        steps += self._planned(p, kernel, refused)
+        self._tell(found.attention, append=ROTATED_APPEND)
+        return steps
+
+    def panel_append(self, found: PanelAppend, ctx: Context) -> list[Step]:
+        """The launches of an attention over keys in panels whose first one writes the step's k and v too."""
+        p = Problem(attention_of(found.attention), self.place)
+        kernel, refused = self._kernel_of(p)
+        assert isinstance(kernel, Forward), kernel.name  # who alone reads panels
+        kernel.appended = panel_arguments(found, ctx)
+        steps = self._planned(p, kernel, refused)
+        self._tell(found.attention, append=PANELS_APPEND)
+        return steps
 
     def _kernel_of(self, p: Problem) -> tuple[AttentionKernel[Problem, MaskPlan], dict[str, str]]:
         """The kernel of a contiguous attention, and why others do not serve it. Flash decoding in two passes comes
@@ -192,3 +229,5 @@ class Launcher:
 ATTENTION_LSE = Fusion("attention_lse", attention_lse, exact=True)
 #: So are gradients; in form "split" each is what it is by itself.
 ATTENTION_BACK = Fusion("attention_back", attention_back, exact=True)
+#: Likewise, behind attention_lse, which would compute the scores once more without it.
+PANEL_APPEND = Fusion("panel_append", panel_append)

@@ -53,7 +53,7 @@ class Forward(AttentionKernel[Problem, MaskPlan]):
     def launches(self, plan: MaskPlan | None, plan_is_old: bool, scratch: Scratch) -> list[Step]:
         part = scratch.part(self.choice.scratch_bytes)
         args = main_arguments(self.p, self.tiling, self.config, self.choice, plan, part, self.target)
-        main = main_launch(args, self.config, self.target)
+        main = main_launch(args | (self.appended or {}), self.config, self.target)
         return [main, fixup_launch(args, self.tiling, self.p, self.target)] if self.shares_out else [main]
 
     @property
@@ -106,6 +106,7 @@ def main_arguments(
         **dict(zip(("sk_n", "sk_h", "sk_s"), k.strides)), **dict(zip(("sv_n", "sv_h", "sv_s"), v.strides)),
         **dict(zip(("sm_t", "sm_h", "sm_s"), mask_strides)), **dict(zip(("sb_t", "sb_h", "sb_s"), bias_strides)),
         "b2": p.b2, "b3": p.b3, **dropout_arguments(params), "PANEL": k.panel[0], "s_panel": k.panel[1],
+        "new": None, "caches": None,
         "n_q": p.n_q, "n_kv": p.n_kv, "n_head": p.n_head, "gqa": p.gqa, "n_groups": t.n_groups, "n_qt": t.n_qt,
         "n_blocks": t.n_blocks, "n_tiles": t.n_tiles, "m2": p.m2, "m3": p.m3, "mask_groups": t.mask_groups,
         "programs": choice.programs, "splits": choice.splits if choice.schedule == "split" else 0,
