@@ -28,9 +28,9 @@ mask_new of its new token c, the key at position L - n + c: a tree of drafted to
 however long what lies before it. Nothing is added to keys without a column. Elements of keys that there are not, and
 rows of queries that are nobody's, count for nothing and may hold NaN.
 
-Scales of k and v, which FLASH_ATTN_EXT takes, it has no sources left for (an op has 10): multiply q's heads by k_scale
-before, and the result's by v_scale after. Keys are in rows, not in panels, q and the result are f32, and there is no
-dropout.
+Scales of k and v, which FLASH_ATTN_EXT has as sources, are products beside the op, whose 10 sources are all taken:
+flash_attn_varlen() multiplies q's heads by k_scale before, and the result's by v_scale after. Keys are in rows, not in
+panels, q and the result are f32, and there is no dropout.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ from graphrt.arguments import checked
 from graphrt.dtypes import F32
 from graphrt.errors import GraphError
 from graphrt.op import OpSpec, Result, Work, build, register, require
+from graphrt.ops.head_scales import scale_queries, scale_result
 from graphrt.ops.score import as_params, check_params
 from graphrt.ops.score_tree import Expr
 from graphrt.tensor import Tensor
@@ -203,7 +204,8 @@ def flash_attn_varlen(
     q: Tensor, k: Tensor, v: Tensor, q_starts: Tensor, scale: float, *, lengths: Tensor | None = None,
     block_table: Tensor | None = None, k_starts: Tensor | None = None, sinks: Tensor | None = None,
     prefixes: Tensor | None = None, max_bias: float = 0.0, softcap: float = 0.0, causal: bool = True, window: int = 0,
-    score: Expr | None = None, mask: Tensor | None = None, mask_new: bool = False, name: str = "",
+    score: Expr | None = None, mask: Tensor | None = None, mask_new: bool = False, k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None, name: str = "",
 ) -> Tensor:  # fmt: skip
     """Attention of packed queries of sequences of any length: for each of them result = softmax(s) v over its keys.
 
@@ -228,15 +230,21 @@ def flash_attn_varlen(
     dividing n_head: slope(head) * mask[c, t, head % m2] is added to the logit of query t, behind the score function,
     and -inf hides, beside what causal and window do; c is the number of a key of the query's own sequence, or with
     mask_new the key's position less L - n, so that columns are the new tokens'; nothing is added to keys without a
-    column. Elements of keys behind a length and rows of nobody's queries may hold NaN.
+    column. Elements of keys behind a length and rows of nobody's queries may hold NaN. k_scale, v_scale: f32 with one
+    value or n_head_kv, by which what k and v hold is multiplied, or None; they are MULs before and behind the op.
     Source: varlen attention of FlashAttention-2 (arXiv 2307.08691) over the pages of PagedAttention (arXiv
     2309.06180); ggml has no such op. Raises GraphError for other types and shapes, for anything but pages or packed
     keys, and for numbers that are not finite.
     """
     numbers = (float(scale), float(max_bias), float(softcap), bool(causal), int(window))
     params = FlashAttnVarlenParams(*numbers, *as_params(score), bool(mask_new))
+    if k_scale is not None:
+        q = scale_queries("FLASH_ATTN_VARLEN", q, k_scale, k.ne[2])
     sources = (q, k, v, q_starts, lengths, block_table, k_starts, sinks, prefixes, mask)
-    return build(FLASH_ATTN_VARLEN, *sources, params=params, name=name)
+    if v_scale is None:
+        return build(FLASH_ATTN_VARLEN, *sources, params=params, name=name)
+    out = build(FLASH_ATTN_VARLEN, *sources, params=params)
+    return scale_result("FLASH_ATTN_VARLEN", out, v_scale, v.ne[2], name)
 
 
 @checked(GraphError)

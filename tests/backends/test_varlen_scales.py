@@ -1,5 +1,5 @@
-"""Scales of an f8 cache in pages: multiplied into q and out of the result, as ops/flash_attn_varlen.py says, they are
-what FLASH_ATTN_EXT makes of the same cache in one piece."""
+"""Scales of an f8 cache in pages: with them FLASH_ATTN_VARLEN makes what FLASH_ATTN_EXT makes of the same cache in one
+piece."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 import graphrt
 from graphrt import get_backend, ops
 from graphrt.backend import Backend
+from graphrt.errors import GraphError
 from graphrt.graph import Graph
 from graphrt.tensor import new_input
 from graphrt.testing import nmse
@@ -31,8 +32,13 @@ def _triton() -> Backend:
     return get_backend("triton")
 
 
+#: Of each KV head, or one for all; that of k alone.
+SCALES = {"heads": {"k": [0.02, 0.3], "v": [5.0, 0.125]}, "one": {"k": [0.1], "v": [3.0]}, "keys": {"k": [0.02, 0.3]}}
+
+
+@pytest.mark.parametrize("which", SCALES)
 @pytest.mark.parametrize("make", [_cpu, _triton])
-def test_scales_of_heads_over_pages(make: Callable[[], Backend]) -> None:
+def test_scales_over_pages(make: Callable[[], Backend], which: str) -> None:
     backend, rng = make(), np.random.default_rng(3)
     n_pages = -(-KEYS // PAGE)
     table = rng.permutation(n_pages)
@@ -40,7 +46,6 @@ def test_scales_of_heads_over_pages(make: Callable[[], Backend]) -> None:
     paged = {x: np.zeros((n_pages, KV, PAGE, D), np.uint8) for x in "kv"}
     for x, codes in whole.items():
         paged[x][table] = codes.reshape(KV, n_pages, PAGE, D).transpose(1, 0, 2, 3)
-    each = {"k": np.array([0.02, 0.3], np.float32), "v": np.array([5.0, 0.125], np.float32)}
     leafs, values = {}, {}
 
     def leaf(name: str, kind: str, array: np.ndarray) -> graphrt.Tensor:
@@ -53,19 +58,18 @@ def test_scales_of_heads_over_pages(make: Callable[[], Backend]) -> None:
         "mask", "f16", np.where(np.arange(KEYS) <= KEYS - NEW + np.arange(NEW)[:, None], 0, -np.inf).astype("f2")
     )
     k, v = (leaf(x, "f8_e4m3", whole[x]) for x in "kv")
-    k_scale, v_scale = (leaf(f"{x}_scale", "f32", each[x]) for x in "kv")
+    scales = {f"{x}_scale": leaf(f"{x}_scale", "f32", np.array(each, np.float32)) for x, each in SCALES[which].items()}
     k, v = (ops.view(t, (D, KEYS, KV), t.nb[1:3]) for t in (k, v))
-    one = ops.flash_attn_ext(q, k, v, mask, 0.1, k_scale=k_scale, v_scale=v_scale, name="one")
+    one = ops.flash_attn_ext(q, k, v, mask, 0.1, name="one", **scales)
 
-    by_head = {x: np.repeat(each[x], HEADS // KV) for x in "kv"}
-    scaled = ops.mul(q, leaf("before", "f32", by_head["k"].reshape(HEADS, 1, 1)))
-    pages = ops.flash_attn_varlen(
-        scaled, leaf("k pages", "f8_e4m3", paged["k"]), leaf("v pages", "f8_e4m3", paged["v"]),
+    by_token = ops.permute(ops.cont(ops.permute(q, 0, 2, 1, 3)), 0, 2, 1, 3)  # as a model's step has it
+    apart = ops.flash_attn_varlen(
+        by_token, leaf("k pages", "f8_e4m3", paged["k"]), leaf("v pages", "f8_e4m3", paged["v"]),
         leaf("q_starts", "i32", np.array([0, NEW], np.int32)), 0.1,
         lengths=leaf("lengths", "i32", np.array([KEYS], np.int32)),
-        block_table=leaf("table", "i32", table.astype(np.int32).reshape(1, -1)),
+        block_table=leaf("table", "i32", table.astype(np.int32).reshape(1, -1)), name="apart", **scales,
     )  # fmt: skip
-    apart = ops.mul(pages, leaf("after", "f32", by_head["v"].reshape(1, HEADS, 1)), name="apart")
+    assert apart.ne == (D, HEADS, NEW, 1) and apart.name == "apart"
     exe = graphrt.prepare(Graph(one, apart), backend)
     for tensor, array in values.items():
         exe.write(tensor, array)
@@ -75,3 +79,11 @@ def test_scales_of_heads_over_pages(make: Callable[[], Backend]) -> None:
     limit = 2.0**-40 if backend.name == "cpu" else 2.0**-20
     for h in range(HEADS):
         assert nmse(second[:, h], first[:, h]) < limit, h
+
+
+def test_scales_that_are_refused() -> None:
+    q, starts = new_input("f32", D, NEW, HEADS, name="q"), new_input("i32", 2, name="starts")
+    k, v = (new_input("f8_e4m3", D, KEYS, KV, name=x) for x in "kv")
+    for name, scale in (("k_scale", new_input("f32", HEADS, name="s")), ("v_scale", new_input("f16", 1, name="s"))):
+        with pytest.raises(GraphError, match=f"{name} must be f32, contiguous, with one value or one a head .*, {KV}"):
+            ops.flash_attn_varlen(q, k, v, starts, 0.1, k_starts=starts, **{name: scale})
