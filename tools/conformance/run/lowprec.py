@@ -60,7 +60,8 @@ def lows(node: Tensor, sources: list[T | None], rounded: str | None = None) -> T
     """Results of a node in low precision, [draws, *shape]: low() alone, or where only float32's order of adding up is
     between a result and the exact one, and it matters, some orders, in each of which terms are added one by one."""
     product = node.op in ("MUL_MAT", "MUL_MAT_ID")
-    if node.op not in DRAWN or precision(node) != "f32" or (product and math.prod(node.shape) > FEW):
+    drawn = node.op in DRAWN and precision(node) == "f32" and rounded is None
+    if not drawn or (product and math.prod(node.shape) > FEW):
         return low(node, sources, rounded)[None]
     orders = map(back.drawn_order, range(PRODUCT_DRAWS if product else DRAWS))
     return torch.stack([DRAWN[node.op](_rounding(node), node, *sources, order=order) for order in orders]).double()
