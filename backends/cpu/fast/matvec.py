@@ -136,6 +136,8 @@ def _build(
     def slot(t: int, m: int) -> Val:
         return dots + 4 * LANES * (t * len(matrices) + m)
 
+    tiles = next((rows for rows, _ in matrices if hasattr(rows, "begin")), None)
+    if tiles: tiles.begin(f)
     start, stop = f.share(n_rows, LANES)
     with f.range(start, stop, LANES) as r0:
         count = f.min_int(stop - r0, LANES)
@@ -151,6 +153,7 @@ def _build(
                 f.store(y + y_nb * t + offset, finish(t, offset, values))
 
         f.elements(count, write)
+    if tiles: tiles.end(f)
 
 
 def _build_gemv(f: Fn, rows: Rows, n_tok: int) -> None:
