@@ -22,12 +22,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from graphrt.backends.cpu.fast.blocks import check_rows
 from graphrt.backends.cpu.fast.code_type import CodeType
 from graphrt.backends.cpu.fast.codes import CODE_TYPES
 from graphrt.backends.cpu.fast.integer import block_ranges, in_order
 from graphrt.backends.cpu.fast.ir import F32, I8, I32, LANES, Fn, Val
 from graphrt.backends.cpu.fast.jit import Kernel, host
-from graphrt.backends.cpu.fast.matvec import check_rows
 from graphrt.backends.cpu.fast.pool import LINE, Entry, Step
 from graphrt.backends.cpu.fast.tiles import gemm_bytes, put_rows
 
