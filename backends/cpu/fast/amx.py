@@ -40,7 +40,7 @@ STEPS = 8
 #: Tokens that pass by: a thread has sums for so many.
 TOKENS = 512
 #: What a processor must have.
-FEATURES = ("amx-tile", "amx-bf16", "avx512f", "avx512bw")
+FEATURES = ("amx-tile", "amx-bf16", "amx-int8", "avx512f", "avx512bw")
 
 _ARCH_PRCTL, _ASK_FOR_STATE, _TILE_DATA = 158, 0x1023, 18
 

@@ -174,21 +174,24 @@ class ByteTiles:
     ) -> None:
         """Writes the dots of up to 16 rows with token t to targets[t], f32 side by side."""
         c = self.columns
-        decoded = _Decoded(*(f.buffer(I8, SIDE * nb) for nb in (_Decoded.codes_nb, *[_Decoded.scales_nb] * 2)))
+        sizes = [SIDE * nb for nb in (_Decoded.codes_nb, _Decoded.scales_nb, _Decoded.scales_nb)]
+        codes, scales, offsets = (f.buffer(I8, size) for size in sizes)
+        decoded = _Decoded(codes, scales, offsets)
         sums = f.buffer(I8, (RUNS + 2 * ON_THEIR_WAY) * SIDE * c.width)
         totals = [f.var(f.zeros(F32, c.lanes)) for _ in range(SIDE)]
-        blocks = n // GROUP
+        blocks, nb = n // GROUP, self._type.bytes * ROWS  # nb: of a block of the rows that are added up together
         n_pieces = (n + (PIECE - 1)) // PIECE
         piece = ((blocks + n_pieces - 1) // n_pieces + (AT_ONCE - 1)) // AT_ONCE * AT_ONCE
-        with f.range(0, n_pieces) as i:
-            first, stop = f.min_int(i * piece, blocks), f.min_int((i + 1) * piece, blocks)
+        with f.range(0, n_pieces) as k:
+            first, stop = f.min_int(k * piece, blocks), f.min_int((k + 1) * piece, blocks)
             self._decode(f, rows, w_nb, count, first, stop, decoded)
             x = xs[0] + first * c.record
             with f.range(0, stop - first, RUNS) as r0:
                 r1 = f.min_int(r0 + RUNS, stop - first)
                 self._multiply(f, decoded, x, r0, r1, sums)
                 for j in range(0, SIDE, ROWS):
-                    self._add(f, decoded, x, r0, r1, sums, range(j, j + ROWS), totals)
+                    ahead = rows + w_nb * (2 * SIDE + j) + first * nb
+                    self._add(f, decoded, x, r0, r1, sums, range(j, j + ROWS), totals, ahead)
         turned = f.transpose([widen(total.v) for total in totals], c.lanes)
         for i, target in enumerate(targets):
             f.store(target, turned[i] + turned[MOST + i] if c.parts == 2 else turned[i])
@@ -202,7 +205,7 @@ class ByteTiles:
                 with f.range(start, end, together) as block:
                     at = row + (first + block) * t.bytes
                     for line in range(0, t.bytes * together, LINE):
-                        f.prefetch(at + (w_nb * SIDE + line))  # of the 16 rows that follow
+                        f.prefetch(at + (w_nb + line))  # of the next row
                     codes = _in_order(t.decode(f, at, together).chunks, t.layout(together))
                     target = to.codes + j * to.codes_nb + block * GROUP
                     for place, value in enumerate(codes):
@@ -233,11 +236,16 @@ class ByteTiles:
             by.store(f, (i + 4 - ON_THEIR_WAY) % 4, sums + (made + i) * size, c.width)
 
     def _add(
-        self, f: Fn, w: _Decoded, x: Val, r0: Val, r1: Val, sums: Val, rows: range, totals: Sequence[Var]
+        self, f: Fn, w: _Decoded, x: Val, r0: Val, r1: Val, sums: Val, rows: range, totals: Sequence[Var],
+        ahead: Val,
     ) -> None:  # fmt: skip
-        """Adds what _multiply() made to the totals of some rows."""
+        """Adds what _multiply() made to the totals of some rows. ahead: what is asked for meanwhile, evenly: all of it
+        while rows are decoded would be more than can be on its way from memory."""
         c, offsets = self.columns, self._type.offsets
         with f.range(r0, r1) as run:
+            nb = self._type.bytes * ROWS
+            for line in range(0, nb, LINE):
+                f.prefetch(ahead + run * nb + line, far=True)
             record = x + run * c.record + c.tile
             step, x_sum = (f.load(record + c.width * i, F32, c.lanes) for i in range(2))
             at = sums + (run - r0 + ON_THEIR_WAY) * (SIDE * c.width)
