@@ -15,17 +15,18 @@ from graphrt.bounds import span
 from graphrt.tensor import Tensor
 
 if TYPE_CHECKING:
-    from graphrt.backends.cpu.fast import Step
+    from graphrt.backends.cpu.fast import Columns, Step
 
 
 class Given(NamedTuple):
     """Activations as a product of few tokens takes them. steps: what makes them, none if they are there already; at,
-    row_bytes: their rows; bits: of a value, 32 for f32."""
+    row_bytes: their rows; bits: of a value, 32 for f32; columns: how they lie where they are no rows."""
 
     steps: list[Step]
     at: int
     row_bytes: int
     bits: int
+    columns: Columns | None = None
 
 
 class Lowering:
@@ -91,6 +92,17 @@ class Lowering:
         target = self.temporary(f"rounded {form.key}", rows[0], row_bytes // 4).data_ptr()
         step = fast.round_rows(form, dst=target, x=self.at(x), n_rows=rows[0], n=n, x_nb=rows[1])
         return Given(self._unless_there(step, target, x), target, row_bytes, self.bits)
+
+    def few(self, x: Tensor, kind: str) -> Given:
+        """The same for a matrix times few tokens: as columns where that is faster."""
+        rows = rows_of(x)
+        assert rows is not None
+        columns = fast.columns_of(kind, self.bits, rows[0])
+        if columns is None:
+            return self.activations(x, kind)
+        target = self.temporary("columns", 1, columns.bytes(x.ne[0]) // 4).data_ptr()
+        step = fast.round_columns(columns, dst=target, x=self.at(x), n_tok=rows[0], n=x.ne[0], x_nb=rows[1])
+        return Given(self._unless_there(step, target, x), target, 0, self.bits, columns)
 
     def split(self, x: Tensor, kind: str) -> tuple[list[Step], int]:
         """The same as tiles of bf16: the steps that make them, none where they are there already, and their address."""

@@ -83,13 +83,13 @@ def matmul_into(low: Lowering, product: Tensor, out: Tensor, residual: Tensor | 
         return _tiles(low, weight, x, low.at(out), low.at(residual), extra[1])
     if n_tok > fast.MAX_TOKENS:
         return _matmul_large(low, weight, x, out, residual)
-    given = low.activations(x, weight.dtype.name)
+    given = low.few(x, weight.dtype.name)
     return [
         *given.steps,
         fast.gemv(
             weight.dtype.name, y=low.at(out), w=low.at(weight), x=given.at, n_rows=weight.ne[1], n=weight.ne[0],
             w_nb=weight.nb[1], n_tok=n_tok, x_nb=given.row_bytes, y_nb=weight.ne[1] * 4, res=low.at(residual),
-            res_nb=extra[1], bits=given.bits,
+            res_nb=extra[1], bits=given.bits, columns=given.columns,
         ),
     ]  # fmt: skip
 
@@ -242,7 +242,7 @@ def lower_gate_up_glu(low: Lowering, nodes: GateUpGlu) -> Any | None:
     act = ACTIVATIONS[out.params.kind]
     if n_tok > fast.MAX_TOKENS:
         return _glu_large(low, nodes, act)
-    for_gate, for_up = low.activations(x, w_gate.dtype.name), low.activations(x, w_up.dtype.name)
+    for_gate, for_up = low.few(x, w_gate.dtype.name), low.few(x, w_up.dtype.name)
     return [
         *for_gate.steps,
         *for_up.steps,
@@ -250,7 +250,7 @@ def lower_gate_up_glu(low: Lowering, nodes: GateUpGlu) -> Any | None:
             w_gate.dtype.name, w_up.dtype.name, act, y=low.at(out), w_gate=low.at(w_gate), w_up=low.at(w_up),
             x_gate=for_gate.at, x_up=for_up.at, n_rows=w_gate.ne[1], n=w_gate.ne[0], w_nb_gate=w_gate.nb[1],
             w_nb_up=w_up.nb[1], n_tok=n_tok, x_nb_gate=for_gate.row_bytes, x_nb_up=for_up.row_bytes, y_nb=target[1],
-            bits=(for_gate.bits, for_up.bits),
+            bits=(for_gate.bits, for_up.bits), columns=(for_gate.columns, for_up.columns),
         ),
     ]  # fmt: skip
 

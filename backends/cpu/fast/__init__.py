@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from graphrt.backends.cpu.fast.amx import amx_gemm, amx_panel_bytes, amx_tiles, split_of, split_rows
+    from graphrt.backends.cpu.fast.amx_bytes import Columns, columns_of, round_columns
     from graphrt.backends.cpu.fast.amx_experts import amx_expert_gemm, most_rows, split_pairs
     from graphrt.backends.cpu.fast.attention import flash_attn
     from graphrt.backends.cpu.fast.attention_task import KV_TYPES
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
 
 _WHERE = {
     "amx": ("amx_gemm", "amx_panel_bytes", "amx_tiles", "split_of", "split_rows"),
+    "amx_bytes": ("Columns", "columns_of", "round_columns"),
     "amx_experts": ("amx_expert_gemm", "most_rows", "split_pairs"),
     "attention": ("flash_attn",),
     "attention_task": ("KV_TYPES",),
@@ -70,6 +72,7 @@ __all__ = [
     "PIECES",
     "SET_ROWS_TYPES",
     "TYPES",
+    "Columns",
     "Program",
     "Step",
     "add_rms_norm",
@@ -79,6 +82,7 @@ __all__ = [
     "amx_tiles",
     "argmax",
     "available",
+    "columns_of",
     "dequant_rows",
     "elementwise",
     "expert_gemm",
@@ -101,6 +105,7 @@ __all__ = [
     "panel_form_of",
     "rms_norm",
     "rope",
+    "round_columns",
     "round_rows",
     "set_rows",
     "soft_max",

@@ -18,16 +18,16 @@ import itertools
 import platform
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from graphrt.backends.cpu.fast.blocks import check_rows
 from graphrt.backends.cpu.fast.code_type import CodeType
 from graphrt.backends.cpu.fast.codes import CODE_TYPES
 from graphrt.backends.cpu.fast.integer import block_ranges, in_order
 from graphrt.backends.cpu.fast.ir import F32, I8, I32, LANES, Fn, Val
 from graphrt.backends.cpu.fast.jit import Kernel, host
-from graphrt.backends.cpu.fast.matvec import check_rows
 from graphrt.backends.cpu.fast.pool import LINE, Entry, Step
 from graphrt.backends.cpu.fast.tiles import gemm_bytes, put_rows
 
@@ -40,7 +40,7 @@ STEPS = 8
 #: Tokens that pass by: a thread has sums for so many.
 TOKENS = 512
 #: What a processor must have.
-FEATURES = ("amx-tile", "amx-bf16", "avx512f", "avx512bw")
+FEATURES = ("amx-tile", "amx-bf16", "amx-int8", "avx512f", "avx512bw")
 
 _ARCH_PRCTL, _ASK_FOR_STATE, _TILE_DATA = 158, 0x1023, 18
 
@@ -51,20 +51,28 @@ class Tiles(ABC):
     name: ClassVar[str]
 
     @abstractmethod
-    def begin(self, f: Fn) -> None:
-        """Sets all of them to 16 rows of 64 bytes."""
+    def begin(self, f: Fn, shapes: Sequence[tuple[int, int]] = ((SIDE, 64),) * 8) -> None:
+        """Sets them up: rows and bytes of a row of each."""
 
     @abstractmethod
-    def load(self, f: Fn, tile: int, at: Val) -> None:
-        """tile = 1024 bytes."""
+    def load(self, f: Fn, tile: int, at: Val, stride: int = 64) -> None:
+        """tile = its rows, `stride` bytes apart."""
 
     @abstractmethod
-    def store(self, f: Fn, tile: int, at: Val) -> None:
-        """1024 bytes = tile."""
+    def store(self, f: Fn, tile: int, at: Val, stride: int = 64) -> None:
+        """Its rows, `stride` bytes apart = tile."""
+
+    @abstractmethod
+    def zero(self, f: Fn, tile: int) -> None:
+        """tile = 0."""
 
     @abstractmethod
     def add(self, f: Fn, total: int, a: int, b: int) -> None:
         """total[i, j] += a[i, 2 k] b[k, 2 j] + a[i, 2 k + 1] b[k, 2 j + 1] over k. total: f32; a, b: bf16."""
+
+    @abstractmethod
+    def add_bytes(self, f: Fn, total: int, a: int, b: int) -> None:
+        """total[i, j] += a[i, 4 k + m] b[k, 4 j + m] over k and the four m. total: i32; a, b: signed bytes."""
 
     @abstractmethod
     def end(self, f: Fn) -> None:
@@ -76,18 +84,25 @@ class Amx(Tiles):
 
     name = "amx"
 
-    def begin(self, f: Fn) -> None:
-        config = [1, *[0] * 15, *[64, 0] * 8, *[0] * 16, *[SIDE] * 8, *[0] * 8]  # palette, bytes of a row, rows
+    def begin(self, f: Fn, shapes: Sequence[tuple[int, int]] = ((SIDE, 64),) * 8) -> None:
+        rows, widths = zip(*shapes, strict=True)
+        config = [1, *[0] * 15, *(b for w in widths for b in (w, 0)), *[0] * 16, *rows, *[0] * 8]  # 1: the palette
         f.call_external("llvm.x86.ldtilecfg", f.pointer(f.table("tile_config", config, I8)))
 
-    def load(self, f: Fn, tile: int, at: Val) -> None:
-        f.call_external("llvm.x86.tileloadd64", f.const(tile, I8), f.pointer(at), f.const(64))
+    def load(self, f: Fn, tile: int, at: Val, stride: int = 64) -> None:
+        f.call_external("llvm.x86.tileloadd64", f.const(tile, I8), f.pointer(at), f.const(stride))
 
-    def store(self, f: Fn, tile: int, at: Val) -> None:
-        f.call_external("llvm.x86.tilestored64", f.const(tile, I8), f.pointer(at), f.const(64))
+    def store(self, f: Fn, tile: int, at: Val, stride: int = 64) -> None:
+        f.call_external("llvm.x86.tilestored64", f.const(tile, I8), f.pointer(at), f.const(stride))
+
+    def zero(self, f: Fn, tile: int) -> None:
+        f.call_external("llvm.x86.tilezero", f.const(tile, I8))
 
     def add(self, f: Fn, total: int, a: int, b: int) -> None:
         f.call_external("llvm.x86.tdpbf16ps", *(f.const(tile, I8) for tile in (total, a, b)))
+
+    def add_bytes(self, f: Fn, total: int, a: int, b: int) -> None:
+        f.call_external("llvm.x86.tdpbssd", *(f.const(tile, I8) for tile in (total, a, b)))
 
     def end(self, f: Fn) -> None:
         f.call_external("llvm.x86.tilerelease")

@@ -17,11 +17,11 @@ from graphrt.backends.cpu.fast.amx import (
     own_panel,
     split_block,
 )
+from graphrt.backends.cpu.fast.blocks import check_rows
 from graphrt.backends.cpu.fast.codes import CODE_TYPES
 from graphrt.backends.cpu.fast.experts import Pairs
 from graphrt.backends.cpu.fast.ir import LANES, Fn, Val
 from graphrt.backends.cpu.fast.jit import Kernel
-from graphrt.backends.cpu.fast.matvec import check_rows
 from graphrt.backends.cpu.fast.pool import Entry, Step
 from graphrt.backends.cpu.fast.tiles import put_rows
 

@@ -127,3 +127,11 @@ TYPES: dict[str, BlockType] = {
     **{name: _plain(name, width) for name, width in _PLAIN_BYTES.items()},
     **{name: _from_codes(t) for name, t in CODE_TYPES.items()},
 }
+
+
+def check_rows(n: int, *names: str) -> None:
+    """Raises a ValueError unless rows of n values of these types are whole blocks."""
+    for name in names:
+        block = TYPES[name]
+        if not block.is_plain and n % block.size:
+            raise ValueError(f"a row of {name} must hold whole blocks of {block.size} values, got {n}")

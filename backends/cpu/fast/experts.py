@@ -10,10 +10,11 @@ import functools
 import math
 from collections.abc import Callable
 
+from graphrt.backends.cpu.fast.blocks import check_rows
 from graphrt.backends.cpu.fast.integer import Form, integer_dots, panel_form_of
 from graphrt.backends.cpu.fast.ir import F32, I32, LANES, Fn, Val
 from graphrt.backends.cpu.fast.jit import Kernel
-from graphrt.backends.cpu.fast.matvec import F32_BITS, Rows, check_rows
+from graphrt.backends.cpu.fast.matvec import F32_BITS, Rows
 from graphrt.backends.cpu.fast.pool import Entry, Step
 from graphrt.backends.cpu.fast.rows import in_range, load_index
 from graphrt.backends.cpu.fast.tiles import multiply_rows, own_panel, put_rows

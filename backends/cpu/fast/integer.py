@@ -146,7 +146,7 @@ def unit_at(form: Form, n: Val, block: Val, count: int) -> Unit:
 # rounding
 
 
-def _round_group(f: Fn, bits: int, lo: Val, hi: Val) -> tuple[Val, Val, Val]:
+def round_group(f: Fn, bits: int, lo: Val, hi: Val) -> tuple[Val, Val, Val]:
     """32 values -> their step, and their integers as two vectors of i32."""
     biggest = f.fold(f.max_or_nan(f.abs(lo), f.abs(hi)), f.max_or_nan)
     small = biggest < SMALLEST
@@ -175,7 +175,7 @@ def _round_unit(f: Fn, form: Form, unit: Unit, x: Val, dst: Val) -> None:
     steps: list[Val] = []
     for at in range(0, size, GROUP):
         values = [f.load(x + unit.block * (4 * t.size) + 4 * (at + i), F32, LANES) for i in (0, LANES)]
-        step, *pair = _round_group(f, bits, *values)
+        step, *pair = round_group(f, bits, *values)
         codes += [v.trunc(I16) for v in pair]
         for run in [pair[0] + pair[1]] if t.sub == GROUP else pair:
             steps.append(step)

@@ -303,6 +303,15 @@ class Fn:
         fn = self.module.globals.get(symbol) or ir.Function(self.module, kind, symbol)
         self.b.call(fn, [self._pointer(addr), I32(0), I32(2 if far else 3), I32(1)])  # to read, how near, data
 
+    def gather(self, addr: Val, offsets: Sequence[int], wanted: Val) -> Val:
+        """32-bit words that lie so many bytes behind a byte address, of lanes where `wanted` is set; else 0."""
+        n = len(offsets)
+        places = self.b.inttoptr((self.splat(addr, n) + self.vconst(offsets, I64)).v, ir.VectorType(PTR, n))
+        words = ir.VectorType(I32, n)
+        symbol, kinds = f"llvm.masked.gather.v{n}i32.v{n}p0", [places.type, I32, wanted.t, words]
+        fn = self.module.globals.get(symbol) or ir.Function(self.module, ir.FunctionType(words, kinds), symbol)
+        return Val(self, self.b.call(fn, [places, I32(1), wanted.v, self.zeros(I32, n).v]))
+
     def table(self, name: str, values: Sequence[int], t: Any) -> Val:
         """The address of constants, once in a module."""
         found = self.module.globals.get(name)

@@ -9,7 +9,8 @@ import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from graphrt.backends.cpu.fast.blocks import TYPES, BlockType
+from graphrt.backends.cpu.fast.amx_bytes import ByteTiles, Columns, byte_tiles
+from graphrt.backends.cpu.fast.blocks import TYPES, BlockType, check_rows
 from graphrt.backends.cpu.fast.integer import GROUP, Form, form_of, integer_dots, many_dots
 from graphrt.backends.cpu.fast.ir import F32, LANES, Fn, Val
 from graphrt.backends.cpu.fast.jit import Kernel
@@ -76,6 +77,14 @@ class Rows:
                 f.store(target + j * 4, dot)
 
 
+#: How the rows of a matrix are multiplied.
+Way = Rows | ByteTiles
+
+
+def _way(type_name: str, bits: int, columns: Columns | None) -> Way:
+    return Rows(type_name, bits) if columns is None else byte_tiles(type_name, columns)
+
+
 def _store(f: Fn, targets: Sequence[Val], t: int, lanes: Val) -> None:
     f.store(targets[t], lanes)
 
@@ -121,7 +130,7 @@ def _f32_dots(f: Fn, block: BlockType, row: Val, xs: Sequence[Val], n: Val) -> l
 
 
 def _build(
-    f: Fn, matrices: Sequence[tuple[Rows, str]], n_tok: int, finish: Callable[[int, Val, list[Val]], Val]
+    f: Fn, matrices: Sequence[tuple[Way, str]], n_tok: int, finish: Callable[[int, Val, list[Val]], Val]
 ) -> None:
     """For each row r and token t: y[t, r] = finish(t, byte offset of r, [dot of each matrix]).
 
@@ -136,6 +145,9 @@ def _build(
     def slot(t: int, m: int) -> Val:
         return dots + 4 * LANES * (t * len(matrices) + m)
 
+    tiles = next((rows for rows, _ in matrices if isinstance(rows, ByteTiles)), None)  # all set up the same
+    if tiles is not None:
+        tiles.begin(f)
     start, stop = f.share(n_rows, LANES)
     with f.range(start, stop, LANES) as r0:
         count = f.min_int(stop - r0, LANES)
@@ -151,9 +163,11 @@ def _build(
                 f.store(y + y_nb * t + offset, finish(t, offset, values))
 
         f.elements(count, write)
+    if tiles is not None:
+        tiles.end(f)
 
 
-def _build_gemv(f: Fn, rows: Rows, n_tok: int) -> None:
+def _build_gemv(f: Fn, rows: Way, n_tok: int) -> None:
     res, res_nb = f.args("res", "res_nb")
 
     def add_residual(t: int, offset: Val, values: list[Val]) -> Val:
@@ -165,13 +179,13 @@ def _build_gemv(f: Fn, rows: Rows, n_tok: int) -> None:
     _build(f, [(rows, "")], n_tok, add_residual)
 
 
-def _build_glu(f: Fn, gate: Rows, up: Rows, n_tok: int, act: str) -> None:
+def _build_glu(f: Fn, gate: Way, up: Way, n_tok: int, act: str) -> None:
     matrices = [(gate, "_gate"), (up, "_up")]
     _build(f, matrices, n_tok, lambda _t, _offset, gu: activation(f, act, gu[0]) * gu[1])
 
 
 @functools.cache
-def _gemv_kernel(name: str, rows: Rows, n_tok: int) -> Kernel:
+def _gemv_kernel(name: str, rows: Way, n_tok: int) -> Kernel:
     return Kernel(
         f"gemv_{name}_t{n_tok}",
         ("y", "w", "x", "res", "n_rows", "n", "w_nb", "x_nb", "y_nb", "res_nb"),
@@ -180,12 +194,12 @@ def _gemv_kernel(name: str, rows: Rows, n_tok: int) -> Kernel:
     )
 
 
-def gemv_kernel(rows: Rows, n_tok: int) -> Kernel:
+def gemv_kernel(rows: Way, n_tok: int) -> Kernel:
     return _gemv_kernel(rows.name, rows, n_tok)
 
 
 @functools.cache
-def _glu_gemv_kernel(name: str, gate: Rows, up: Rows, n_tok: int, act: str) -> Kernel:
+def _glu_gemv_kernel(name: str, gate: Way, up: Way, n_tok: int, act: str) -> Kernel:
     return Kernel(
         f"gemv_glu_{name}_t{n_tok}_{act}",
         (
@@ -213,14 +227,6 @@ def _check(n: int, n_tok: int, *names: str) -> None:
     check_rows(n, *names)
 
 
-def check_rows(n: int, *names: str) -> None:
-    """Raises a ValueError unless rows of n values of these types are whole blocks."""
-    for name in names:
-        block = TYPES[name]
-        if not block.is_plain and n % block.size:
-            raise ValueError(f"a row of {name} must hold whole blocks of {block.size} values, got {n}")
-
-
 def gemv(
     type_name: str,
     *,
@@ -236,15 +242,16 @@ def gemv(
     res: int = 0,
     res_nb: int = 0,
     bits: int = F32_BITS,
+    columns: Columns | None = None,
 ) -> Step:
     """y[t, r] = dot(W[r], x[t]) (+ res[t, r]).
 
     w: n_rows rows of n values of `type_name`, w_nb bytes apart. x [n_tok, n], y and res [n_tok, n_rows]: f32, rows
     x_nb, y_nb, res_nb bytes apart. res may be y itself; x may not be y. bits: 16 or 8 where x are rows that
-    round_rows() rounded to so many for this type.
+    round_rows() rounded to so many for this type. columns: what columns_of() gave where x is what round_columns() made.
     """
     _check(n, n_tok, type_name)
-    args = gemv_kernel(Rows(type_name, bits), n_tok)
+    args = gemv_kernel(_way(type_name, bits, columns), n_tok)
     block = args.pack(y=y, w=w, x=x, res=res, n_rows=n_rows, n=n, w_nb=w_nb, x_nb=x_nb, y_nb=y_nb, res_nb=res_nb)
     return Step([Entry(args, block)], n_rows * w_nb)
 
@@ -268,13 +275,14 @@ def gemv_glu(
     x_nb_up: int = 0,
     y_nb: int = 0,
     bits: tuple[int, int] = (F32_BITS, F32_BITS),
+    columns: tuple[Columns | None, Columns | None] = (None, None),
 ) -> Step:
     """y[t, r] = act(dot(Wg[r], x[t])) * dot(Wu[r], x[t]); act: "silu", "gelu" (tanh form) or "relu". As `gemv`.
 
     x_gate and x_up: the same rows, in the form that each matrix wants.
     """
     _check(n, n_tok, gate_type, up_type)
-    gate, up = Rows(gate_type, bits[0]), Rows(up_type, bits[1])
+    gate, up = _way(gate_type, bits[0], columns[0]), _way(up_type, bits[1], columns[1])
     kernel = _glu_gemv_kernel(f"{gate.name}_{up.name}", gate, up, n_tok, act)
     block = kernel.pack(
         y=y, w_gate=w_gate, w_up=w_up, x_gate=x_gate, x_up=x_up, n_rows=n_rows, n=n, w_nb_gate=w_nb_gate,

@@ -11,10 +11,10 @@ import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from graphrt.backends.cpu.fast.blocks import check_rows
 from graphrt.backends.cpu.fast.integer import GROUP, Form, Unit, block_ranges, panel_form_of, unit_at
 from graphrt.backends.cpu.fast.ir import F32, I16, I32, I64, LANES, Fn, Val, Var, widen
 from graphrt.backends.cpu.fast.jit import Kernel
-from graphrt.backends.cpu.fast.matvec import check_rows
 from graphrt.backends.cpu.fast.pool import LINE, Entry, Step
 
 #: Tokens that a vector of codes is multiplied with before the next is loaded.

@@ -16,10 +16,10 @@ if reason := fast.available():
     pytest.skip(reason, allow_module_level=True)
 from support.cpu_kernels import Memory, at, decode, encode, nmse, run  # noqa: E402
 from support.played_tiles import PlayedTiles  # noqa: E402
-from support.rounding import largest_energy, of_products  # noqa: E402
+from support.rounding import largest_energy, of_products, of_rounded  # noqa: E402
 
 from graphrt import Graph, get_backend, new_input, ops, prepare  # noqa: E402
-from graphrt.backends.cpu.fast import amx, amx_experts, jit  # noqa: E402
+from graphrt.backends.cpu.fast import amx, amx_bytes, amx_experts, jit, matvec, pool  # noqa: E402
 from graphrt.backends.cpu.fast.ir import Host  # noqa: E402
 from graphrt.testing import Case, Inputs  # noqa: E402
 from graphrt.tools.conformance.cases.sources import make_backend  # noqa: E402
@@ -32,7 +32,7 @@ OF_BF16 = (2.0**-8) ** 2 / 3
 @pytest.fixture
 def played(monkeypatch: pytest.MonkeyPatch) -> None:
     by = PlayedTiles()
-    for module in (fast, amx, amx_experts):  # the first one first: it keeps what it finds in the second
+    for module in (fast, amx, amx_bytes, amx_experts):  # the first one first: it keeps what it finds in the second
         monkeypatch.setattr(module, "amx_tiles", lambda: by)
 
 
@@ -172,6 +172,94 @@ def test_the_judge(played: None, name: str) -> None:
 
         found = run_case(Case("MUL_MAT", {"type": kind}, make), make_backend(name))
         assert found.status == "pass", found.message
+
+
+# few tokens, by tiles of bytes
+
+WIDTHS = {"one run": 32, "batches, a rest, one piece": 576, "pieces that end in a rest": 1408}
+FEW = [(name, n_tok, bits) for name in amx_bytes.TYPES for n_tok, bits in ((8, 16), (5, 16), (8, 8))]
+
+
+@pytest.mark.parametrize(("name", "n_tok", "bits"), FEW)
+def test_few_tokens(played: None, name: str, n_tok: int, bits: int, mem: Memory, rng: np.random.Generator) -> None:
+    """More rows than a tile has, and fewer; a row's end is the matrix's. The error is what rounding x explains: a token
+    doesn't feel that another one is much larger, nor a group of 32 that another is."""
+    assert amx_bytes.PIECE < 1408 and 576 // 32 % amx_bytes.RUNS
+    columns = fast.columns_of(name, bits, n_tok)
+    assert columns is not None
+    for n in WIDTHS.values():
+        w = encode(rng, name, (37, n))
+        padded = mem.put(np.pad(w, ((0, 0), (0, 6)), constant_values=0xFF), offset=2)
+        sizes = np.exp(rng.uniform(-9, 9, (n_tok, n // 32))).repeat(32, -1)
+        x = mem.put((np.pad(rng.standard_normal((n_tok, n)) * sizes, ((0, 0), (0, 3)))).astype(np.float32))
+        given = mem.put(np.full(columns.bytes(n), 0xFF, np.uint8))
+        run(fast.round_columns(columns, dst=at(given), x=at(x), n_tok=n_tok, n=n, x_nb=x.strides[0]))
+        y = mem.nan(n_tok, len(w))
+        run(fast.gemv(
+            name, y=at(y), w=at(padded), x=at(given), n_rows=len(w), n=n, w_nb=padded.shape[1], n_tok=n_tok,
+            y_nb=y.strides[0], bits=bits, columns=columns,
+        ))  # fmt: skip
+        values, wide = decode(name, w).astype(np.float64), x[:, :n].astype(np.float64)
+        most = np.abs(values).reshape(len(w), -1, 32).max(-1).repeat(32, -1)  # codes are summed with their offsets
+        error = (y - wide @ values.T) ** 2
+        may = of_rounded(wide, bits) @ (values**2).T
+        may += of_products(2 * most + np.abs(values), wide, np.zeros(values.shape))
+        assert (error.sum(-1) <= [largest_energy(row) for row in may]).all()
+
+
+def test_who_takes_tiles_of_bytes(played: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many tokens as gain by them, rounded, of types that begin with their scales, where there are tiles."""
+    asked = [("q4_1", 16, 5), ("q4_1", 16, 8), ("q4_1", 8, 8), ("q4_1", 16, 4), ("q4_1", 8, 7), ("q4_1", 16, 9),
+             ("q4_1", 32, 8), ("q4_K", 16, 8), ("f32", 16, 8)]  # fmt: skip
+    assert [fast.columns_of(*one) is not None for one in asked] == [True] * 3 + [False] * 6
+    monkeypatch.setattr(amx_bytes, "amx_tiles", lambda: None)
+    assert fast.columns_of("q4_1", 16, 8) is None
+
+
+def test_a_graph_of_few_tokens(played: None, rng: np.random.Generator) -> None:
+    """Matrices of one x share its columns, those of a feed-forward may be of two types, residuals are added, and a row
+    that is no number is one token's alone."""
+    kinds = ("q4_1", "q8_0", "q6_K")
+    x, res = new_input("f32", 256, 6, name="x"), new_input("f32", 40, 6, name="res")
+    weights = [new_input(kind, 256, 40, name=kind) for kind in kinds]
+    made = [ops.mul_mat(w, x) for w in (*weights, weights[0], weights[0])]
+    out = [ops.glu(made[0], made[1], "swiglu"), ops.glu(made[3], made[2], "swiglu"), ops.add(made[4], res)]
+    given = {t: rng.standard_normal(t.shape).astype(np.float32) for t in (x, res)}
+    given[x][..., 2, 7] = np.nan
+    sides = []
+    for backend in (get_backend("cpu", exact=False), get_backend("cpu")):
+        exe = prepare(Graph(*out), [backend])
+        for t, values in given.items():
+            exe.write(t, values)
+        for t in weights:
+            exe.write(t, np.asarray(encode(np.random.default_rng(len(t.name)), t.dtype.name, (40, 256))))
+        exe.run()
+        sides.append([np.asarray(exe.read(t)).reshape(6, 40) for t in out])
+        if backend.id == "cpu" and len(sides) == 1:
+            runners = " ".join(step.runner for split in exe.splits for step in split.run.steps)
+    found = re.findall(r"(?:gemv|columns|round)_\w+", runners)
+    assert found.count("columns_16") == 1 and sum("played_bytes" in name for name in found) == 3, found
+    for a, b in zip(*sides):
+        assert (np.isnan(a).all(-1) == (np.arange(6) == 2)).all()
+        assert nmse(np.delete(a, 2, 0), np.delete(b, 2, 0)) < 1e-8
+
+
+@pytest.mark.skipif(amx.amx_tiles() is None, reason="this machine has no tiles")
+@pytest.mark.parametrize("bits", [16, 8])
+def test_this_machines_tiles_are_as_played(bits: int, mem: Memory, rng: np.random.Generator) -> None:
+    """The same bits: sums of a run are whole numbers, the rest is not the tiles'."""
+    w, x = encode(rng, "q5_1", (37, 736)), mem.put(rng.standard_normal((8, 736)).astype(np.float32))
+    columns = amx_bytes.Columns(bits // 8)
+    given = mem.put(np.full(columns.bytes(736), 0xFF, np.uint8))
+    run(fast.round_columns(columns, dst=at(given), x=at(x), n_tok=8, n=736, x_nb=x.strides[0]))
+    sides = []
+    for by in (amx.Amx(), PlayedTiles()):
+        y = mem.nan(8, 37)
+        kernel = matvec.gemv_kernel(amx_bytes.ByteTiles("q5_1", columns, by), 8)
+        args = kernel.pack(y=at(y), w=at(w), x=at(given), n_rows=37, n=736, w_nb=w.shape[1], y_nb=y.strides[0])
+        run(pool.Step([pool.Entry(kernel, args)], 0))
+        sides.append(y)
+    assert np.array_equal(*sides)
 
 
 # the code of a processor that has them
