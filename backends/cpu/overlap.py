@@ -9,7 +9,6 @@ from typing import NamedTuple
 import torch
 
 from graphrt import ops
-from graphrt.backends.cpu import fast
 from graphrt.backends.cpu.lowering import Lowering
 from graphrt.backends.cpu.products import matmul_into, one_matrix
 from graphrt.fusion import Fusion, Nodes
@@ -28,7 +27,6 @@ def why_not_by_bands(product: Tensor) -> str | None:
 #: Gloo's calls take some tenths of a millisecond each, in which a link of 10 Gbit/s carries half a megabyte; a band of
 #: 64 tokens is made by the kernels that make all of them, which take others for up to 8.
 BANDS = Bands(1 << 20, 64, why_not_by_bands)
-assert BANDS.tokens > fast.MAX_TOKENS
 
 
 def overlapped_sums(nodes: Nodes) -> Iterator[Group]:

@@ -14,7 +14,7 @@ from torch.multiprocessing.spawn import start_processes
 
 from graphrt import Graph, Tensor, new_input, ops
 from graphrt.backend import get_backend
-from graphrt.backends.cpu import overlap
+from graphrt.backends.cpu import fast, overlap
 from graphrt.errors import BackendError
 from graphrt.execute import plan_groups
 from graphrt.ops.overlap import Band, Bands, described
@@ -32,6 +32,11 @@ def total(n: int, m: int = 256) -> Tensor:
 @pytest.fixture(autouse=True)
 def four(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GRAPHRT_OVERLAP", "4")
+
+
+def test_a_band_is_made_by_the_kernels_of_many_tokens() -> None:
+    """Those for few would give other bits than the whole product."""
+    assert overlap.BANDS.tokens > fast.MAX_TOKENS
 
 
 @pytest.mark.parametrize(

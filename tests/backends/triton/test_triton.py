@@ -361,8 +361,8 @@ def test_processes_that_share_a_gpu_get_the_same_each_time(capsys: pytest.Captur
 
 
 #: What compiled code may depend on: how far apart rows and panels lie (vector loads), and whether a multiple of 16
-#: keys is there.
-_SPECIALIZED = {"n_kv", "s_panel", *(f"s{t}_{axis}" for t in "qkvmb" for axis in "ths")}
+#: keys, or cells of a whole cache (NewRows), is there.
+_SPECIALIZED = {"n_kv", "s_panel", "new", "caches", *(f"s{t}_{axis}" for t in "qkvmb" for axis in "ths")}
 
 
 def test_nothing_is_compiled_by_a_length() -> None:
