@@ -221,7 +221,7 @@ def test_a_program_in_words_and_numbers(run: Run) -> None:
     ("argv", "said"),
     [
         (["--program", "1", *HERE], "a program is one of an attention's, got no NODE"),
-        (["square", "--program", "1", *HERE], "--program needs an attention that the triton backend runs, square is SQR"),
+        (["square", "--program", "1", *HERE], "needs an attention that the triton backend runs, square is SQR"),
         (["attn", "--program", "99", *HERE], "a program must be one of 0 to"),
         (["attn", "--sm-count", "46"], "needs --arch and --sm-count, got no --arch"),
         (["attn", "--arch", "sm_1", "--sm-count", "46"], "an architecture must be one of sm_80"),
