@@ -498,14 +498,16 @@ def other_ops(arch: str) -> Iterator[tuple[str, Callable[[], list[Launch]]]]:
                 yield name, lambda launch=Launch(kernel, (1,), args, options): [launch]
 
 
-def shared_out(arch: str) -> Iterator[tuple[str, Callable[[], list[Launch]]]]:
-    """What GRAPHRT_SHARE=k/n leaves of launches_of(arch): of the rows that launch the same kernels the first, so that
-    every kernel is compiled whatever k is, and the k-th of every n."""
-    k, n = shares(os.environ.get("GRAPHRT_SHARE") or "0/1")
+def shared_out(arch: str, word: str = "") -> Iterator[tuple[str, Callable[[], list[Launch]]]]:
+    """Of launches_of(arch) those whose names have a word. Without one, what GRAPHRT_SHARE=k/n leaves of them: of the
+    rows that launch the same kernels the first, so that every kernel is compiled whatever k is, and the k-th of every n."""
+    k, n = shares("" if word else os.environ.get("GRAPHRT_SHARE", ""))
     seen: Counter[tuple[str, ...]] = Counter()
     for name, make in launches_of(arch):
+        if word not in name:
+            continue
         group = tuple(launch.kernel.__name__ for launch in make()) if n > 1 else ()
-        if n == 1 or not seen[group] or seen[group] % n == k % n:
+        if not seen[group] or seen[group] % n == k % n:
             yield name, make
         seen[group] += 1
 
@@ -527,8 +529,8 @@ def main() -> None:
         print("\n".join(sorted({launch.kernel.__name__ for _, make in shared_out(arch) for launch in make()})))
         return
     part, parts = (int(n) for n in which.split("/"))
-    for i, (name, make) in enumerate(shared_out(arch)):
-        if i % parts == part and wanted in name:
+    for i, (name, make) in enumerate(shared_out(arch, wanted)):
+        if i % parts == part:
             for launch in make():
                 kernel = compiled(launch, arch)
                 undeclared = differences(launch, kernel.asm["ttgir"], kernel.asm.get("ptx", ""))

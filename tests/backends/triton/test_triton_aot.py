@@ -190,6 +190,7 @@ def test_a_place_too_much_and_one_too_few_are_found(tmp_path: Path, monkeypatch:
     first, *rest = PLAIN
     said = {"0/2": [first], "1/2": rest}
     module = sys.modules[__name__]
+    monkeypatch.delenv("GRAPHRT_SHARE", raising=False)
     monkeypatch.setattr(module, "PARTS", [("sm_90", part) for part in said])
     monkeypatch.setattr(module, "_run", lambda arch, part: json.dumps(fine | {"plain": said[part]}))
     for part in said:
