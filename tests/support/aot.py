@@ -499,8 +499,8 @@ def other_ops(arch: str) -> Iterator[tuple[str, Callable[[], list[Launch]]]]:
 
 
 def shared_out(arch: str, word: str = "") -> Iterator[tuple[str, Callable[[], list[Launch]]]]:
-    """Of launches_of(arch) those whose names have a word. Without one, what GRAPHRT_SHARE=k/n leaves of them: of the
-    rows that launch the same kernels the first, so that every kernel is compiled on any day, and the k-th of every n."""
+    """Of launches_of(arch) those whose names have a word. Without one, what GRAPHRT_SHARE=k/n leaves of them: the first
+    of the rows that launch the same kernels, so that every kernel is compiled on any day, and the k-th of every n."""
     k, n = shares("" if word else os.environ.get("GRAPHRT_SHARE", ""))
     seen: Counter[tuple[str, ...]] = Counter()
     for name, make in launches_of(arch):
