@@ -31,8 +31,9 @@ from graphrt.backends.cpu.fast.pool import LINE, Entry, Step
 #: Types that take them: blocks of 32 that begin with an f16 scale, perhaps an f16 offset behind it. Others have more to
 #: unpack for a run, or runs of 16, and are faster by rows.
 TYPES = ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "iq4_nl")
-#: The fewest tokens, by bits of activations, that gain by it, and the most that find room.
-FEWEST, MOST = {16: 5, 8: 8}, 8
+#: Activations of 16 bits take them; with 8 bits two threads of one core were slower by them (BENCHMARKS.md). The fewest
+#: tokens that gain, and the most that find room.
+BITS, FEWEST, MOST = 16, 5, 8
 #: Blocks that are decoded together.
 AT_ONCE = 4
 #: Values of a row that are decoded before they are multiplied, at most.
@@ -45,29 +46,13 @@ ROWS = 8
 
 @dataclass(frozen=True)
 class Columns:
-    """How activations lie. parts: bytes of a value, 2 or 1."""
+    """How activations lie. lanes: columns; width: bytes of a row of a tile of activations, and of one of sums; tile,
+    record: bytes of a tile of activations, and of a group's record."""
 
-    parts: int
-
-    @property
-    def lanes(self) -> int:
-        """Columns."""
-        return MOST * self.parts
-
-    @property
-    def width(self) -> int:
-        """Bytes of a row of a tile of activations, and of one of sums."""
-        return 4 * self.lanes
-
-    @property
-    def tile(self) -> int:
-        """Bytes of a tile of activations."""
-        return GROUP * self.lanes
-
-    @property
-    def record(self) -> int:
-        """Bytes of a group's record."""
-        return self.tile + 2 * self.width
+    lanes: int = 2 * MOST
+    width: int = 4 * lanes
+    tile: int = GROUP * lanes
+    record: int = tile + 2 * width
 
     def bytes(self, n: int) -> int:
         """Of rows of n values."""
@@ -76,8 +61,8 @@ class Columns:
 
 def columns_of(type_name: str, bits: int, n_tok: int) -> Columns | None:
     """How n_tok tokens lie for a type, None where rows multiply them."""
-    fits = type_name in TYPES and FEWEST.get(bits, MOST + 1) <= n_tok <= MOST
-    return Columns(bits // 8) if fits and amx_tiles() is not None else None
+    fits = type_name in TYPES and bits == BITS and FEWEST <= n_tok <= MOST
+    return Columns() if fits and amx_tiles() is not None else None
 
 
 # activations
@@ -91,34 +76,31 @@ def _build_columns(f: Fn, c: Columns) -> None:
         record = dst + group * c.record
         with f.range(0, MOST) as t:
             row = x + f.min_int(t, n_tok - 1) * x_nb + group * (4 * GROUP)  # past the last token it is the last again
-            step, *halves = round_group(f, 8 * c.parts, *(f.load(row + 4 * i, F32, LANES) for i in (0, LANES)))
-            low = (c.parts - 1) * MOST
+            step, *halves = round_group(f, BITS, *(f.load(row + 4 * i, F32, LANES) for i in (0, LANES)))
             for at, v in zip((0, LANES), halves, strict=True):
-                if c.parts == 2:
-                    f.store(columns + t * GROUP + at, ((v + 128) >> 8).trunc(I8))
-                f.store(columns + (t + low) * GROUP + at, v.trunc(I8))
+                f.store(columns + t * GROUP + at, ((v + 128) >> 8).trunc(I8))
+                f.store(columns + (t + MOST) * GROUP + at, v.trunc(I8))
             steps = record + c.tile + t * 4
             sums = steps + c.width
-            f.store(steps + 4 * low, step)
-            f.store(sums + 4 * low, f.sum(halves[0] + halves[1]).to(F32) * step)
-            if c.parts == 2:
-                f.store(steps, step * 256.0)
-                f.store(sums, f.const(0.0, F32))
+            f.store(steps, step * 256.0)
+            f.store(steps + 4 * MOST, step)
+            f.store(sums, f.const(0.0, F32))
+            f.store(sums + 4 * MOST, f.sum(halves[0] + halves[1]).to(F32) * step)
         rows = [widen(f.load(columns + GROUP * i, I32, GROUP // 4)) for i in range(c.lanes)]
-        for k, row in enumerate(f.transpose([*rows, *[f.zeros(I32)] * (LANES - c.lanes)], GROUP // 4)):
-            f.store(record + k * c.width, row.part(0, c.lanes))
+        for k, row in enumerate(f.transpose(rows, GROUP // 4)):
+            f.store(record + k * c.width, row)
 
 
 @functools.cache
 def columns_kernel(c: Columns) -> Kernel:
-    return Kernel(f"columns_{8 * c.parts}", ("dst", "x", "n_tok", "n", "x_nb"), lambda f: _build_columns(f, c))
+    return Kernel(f"columns_{BITS}", ("dst", "x", "n_tok", "n", "x_nb"), lambda f: _build_columns(f, c))
 
 
 def round_columns(c: Columns, *, dst: int, x: int, n_tok: int, n: int, x_nb: int) -> Step:
     """Rows of activations as rounded columns. x: n_tok rows of n f32, x_nb bytes apart; dst: c.bytes(n)."""
     kernel = columns_kernel(c)
     args = kernel.pack(dst=dst, x=x, n_tok=n_tok, n=n, x_nb=x_nb)
-    return Step([Entry(kernel, args)], n_tok * n * (4 + c.parts))
+    return Step([Entry(kernel, args)], n_tok * n * (4 + BITS // 8))
 
 
 # weights
@@ -155,7 +137,7 @@ class ByteTiles:
     @property
     def name(self) -> str:
         """For the names of kernels."""
-        return f"{self.type_name}_{self.by.name}_bytes_{8 * self.columns.parts}"
+        return f"{self.type_name}_{self.by.name}_bytes"
 
     @property
     def _type(self) -> CodeType:
@@ -194,7 +176,7 @@ class ByteTiles:
                     self._add(f, decoded, x, r0, r1, sums, range(j, j + ROWS), totals, ahead)
         turned = f.transpose([widen(total.v) for total in totals], c.lanes)
         for i, target in enumerate(targets):
-            f.store(target, turned[i] + turned[MOST + i] if c.parts == 2 else turned[i])
+            f.store(target, turned[i] + turned[MOST + i])
 
     def _decode(self, f: Fn, rows: Val, w_nb: Val, count: Val, first: Val, stop: Val, to: _Decoded) -> None:
         """Blocks from the first to before `stop` of up to 16 rows; rows past the last are the last again."""

@@ -177,15 +177,15 @@ def test_the_judge(played: None, name: str) -> None:
 # few tokens, by tiles of bytes
 
 WIDTHS = {"one run": 32, "batches, a rest, one piece": 576, "pieces that end in a rest": 1408}
-FEW = [(name, n_tok, bits) for name in amx_bytes.TYPES for n_tok, bits in ((8, 16), (5, 16), (8, 8))]
+FEW = [(name, n_tok) for name in amx_bytes.TYPES for n_tok in (8, 5)]
 
 
-@pytest.mark.parametrize(("name", "n_tok", "bits"), FEW)
-def test_few_tokens(played: None, name: str, n_tok: int, bits: int, mem: Memory, rng: np.random.Generator) -> None:
+@pytest.mark.parametrize(("name", "n_tok"), FEW)
+def test_few_tokens(played: None, name: str, n_tok: int, mem: Memory, rng: np.random.Generator) -> None:
     """More rows than a tile has, and fewer; a row's end is the matrix's. The error is what rounding x explains: a token
     doesn't feel that another one is much larger, nor a group of 32 that another is."""
     assert amx_bytes.PIECE < 1408 and 576 // 32 % amx_bytes.RUNS
-    columns = fast.columns_of(name, bits, n_tok)
+    columns = fast.columns_of(name, amx_bytes.BITS, n_tok)
     assert columns is not None
     for n in WIDTHS.values():
         w = encode(rng, name, (37, n))
@@ -197,21 +197,21 @@ def test_few_tokens(played: None, name: str, n_tok: int, bits: int, mem: Memory,
         y = mem.nan(n_tok, len(w))
         run(fast.gemv(
             name, y=at(y), w=at(padded), x=at(given), n_rows=len(w), n=n, w_nb=padded.shape[1], n_tok=n_tok,
-            y_nb=y.strides[0], bits=bits, columns=columns,
+            y_nb=y.strides[0], bits=amx_bytes.BITS, columns=columns,
         ))  # fmt: skip
         values, wide = decode(name, w).astype(np.float64), x[:, :n].astype(np.float64)
         most = np.abs(values).reshape(len(w), -1, 32).max(-1).repeat(32, -1)  # codes are summed with their offsets
         error = (y - wide @ values.T) ** 2
-        may = of_rounded(wide, bits) @ (values**2).T
+        may = of_rounded(wide, amx_bytes.BITS) @ (values**2).T
         may += of_products(2 * most + np.abs(values), wide, np.zeros(values.shape))
         assert (error.sum(-1) <= [largest_energy(row) for row in may]).all()
 
 
 def test_who_takes_tiles_of_bytes(played: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """As many tokens as gain by them, rounded, of types that begin with their scales, where there are tiles."""
-    asked = [("q4_1", 16, 5), ("q4_1", 16, 8), ("q4_1", 8, 8), ("q4_1", 16, 4), ("q4_1", 8, 7), ("q4_1", 16, 9),
-             ("q4_1", 32, 8), ("q4_K", 16, 8), ("f32", 16, 8)]  # fmt: skip
-    assert [fast.columns_of(*one) is not None for one in asked] == [True] * 3 + [False] * 6
+    asked = [("q4_1", 16, 5), ("q4_1", 16, 8), ("q4_1", 16, 4), ("q4_1", 16, 9), ("q4_1", 8, 8), ("q4_1", 32, 8),
+             ("q4_K", 16, 8), ("f32", 16, 8)]  # fmt: skip
+    assert [fast.columns_of(*one) is not None for one in asked] == [True] * 2 + [False] * 6
     monkeypatch.setattr(amx_bytes, "amx_tiles", lambda: None)
     assert fast.columns_of("q4_1", 16, 8) is None
 
@@ -245,11 +245,10 @@ def test_a_graph_of_few_tokens(played: None, rng: np.random.Generator) -> None:
 
 
 @pytest.mark.skipif(amx.amx_tiles() is None, reason="this machine has no tiles")
-@pytest.mark.parametrize("bits", [16, 8])
-def test_this_machines_tiles_are_as_played(bits: int, mem: Memory, rng: np.random.Generator) -> None:
+def test_this_machines_tiles_are_as_played(mem: Memory, rng: np.random.Generator) -> None:
     """The same bits: sums of a run are whole numbers, the rest is not the tiles'."""
     w, x = encode(rng, "q5_1", (37, 736)), mem.put(rng.standard_normal((8, 736)).astype(np.float32))
-    columns = amx_bytes.Columns(bits // 8)
+    columns = amx_bytes.Columns()
     given = mem.put(np.full(columns.bytes(736), 0xFF, np.uint8))
     run(fast.round_columns(columns, dst=at(given), x=at(x), n_tok=8, n=736, x_nb=x.strides[0]))
     sides = []
