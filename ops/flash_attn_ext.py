@@ -25,6 +25,7 @@ from graphrt.arguments import checked
 from graphrt.dtypes import F32, dtype
 from graphrt.errors import GraphError
 from graphrt.op import OpSpec, Result, Work, build, moved_bytes, register, require
+from graphrt.ops.head_scales import check_scale
 from graphrt.ops.key_panels import ROWS, check_layout, key_heads
 from graphrt.ops.score import as_params, check_params
 from graphrt.ops.score_tree import Expr
@@ -137,8 +138,7 @@ def _infer_attn(
     require(eight, op, f"prec {PREC_F8} multiplies 8-bit floats: k and v must be f8_e4m3", v)
     for name, t in (("k_scale", k_scale), ("v_scale", v_scale)):
         if t is not None:
-            fits = t.dtype is F32 and t.is_contiguous and t.n_elements in (1, v.ne[2])
-            require(fits, op, f"{name} must be f32, contiguous, with one value or one a head of v, {v.ne[2]}", t)
+            check_scale(op, name, t, v.ne[2])
     kind = params.out_type
     require(kind in OUT_TYPES, op, f"out_type must be {' or '.join(OUT_TYPES)}, got {kind}", q)
     positive = math.isfinite(params.out_scale) and params.out_scale > 0

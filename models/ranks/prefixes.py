@@ -7,7 +7,7 @@ have taken their files, of the same prompts, or none has.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from graphrt.errors import SessionError
@@ -22,11 +22,7 @@ def save_on_all(ranks: Ranks, engine: PagedEngine, path: Path, most: int) -> int
     ranks together fit `most` bytes. path: this rank's. Raises SessionError on all ranks where one can't write."""
     everyones = ranks.everyones(page_bytes(engine))
     costs = {kind: sum(each[kind] for each in everyones) for kind in everyones[0]}
-    n, failed = 0, ""
-    try:
-        n = save_prefixes(engine, path, most, costs)
-    except SessionError as error:
-        failed = str(error)
+    n, failed = _tried(lambda: save_prefixes(engine, path, most, costs))
     _check_none_failed(ranks.everyones(failed))
     return n
 
@@ -34,11 +30,7 @@ def save_on_all(ranks: Ranks, engine: PagedEngine, path: Path, most: int) -> int
 def load_on_all(ranks: Ranks, engine: PagedEngine, path: Path) -> int:
     """load_prefixes() of each rank's engine. path: this rank's. Raises SessionError on all ranks where one can't take
     its file, or has one of other prompts than others have; then nothing is known."""
-    n, failed = 0, ""
-    try:
-        n = load_prefixes(engine, path)
-    except SessionError as error:
-        failed = str(error)
+    n, failed = _tried(lambda: load_prefixes(engine, path))
     everyones = ranks.everyones((failed, digest_of(engine.cache.pool)))
     try:
         _check_none_failed([each for each, _ in everyones])
@@ -62,6 +54,14 @@ def digest_of(pool: PagePool) -> bytes:
         numbers[id(node)] = len(numbers)
     said += [(kind, pages.free, list(pages.idle)) for kind, pages in pool.kinds.items()]
     return hashlib.sha256(repr(said).encode()).digest()
+
+
+def _tried(work: Callable[[], int]) -> tuple[int, str]:
+    """What it gives, and why it failed, "" if it didn't: a rank that raised at once would leave the others waiting."""
+    try:
+        return work(), ""
+    except SessionError as error:
+        return 0, str(error)
 
 
 def _check_none_failed(everyones: Sequence[str]) -> None:

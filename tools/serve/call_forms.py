@@ -1,5 +1,5 @@
 """Calls of tools that are written in marks, not as JSON: between <tool_call> and </tool_call> some models name a
-function and then each of its arguments. Qwen3-Coder writes
+function and then each of its arguments. Qwen3-Coder writes:
 
     <function=rain>
     <parameter=place>
@@ -7,7 +7,7 @@ function and then each of its arguments. Qwen3-Coder writes
     </parameter>
     </function>
 
-and GLM
+and GLM:
 
     rain
     <arg_key>place</arg_key>
