@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import sys
 import time
 
 import numpy as np
@@ -10,7 +11,7 @@ import numpy as np
 from graphrt.errors import ArchError
 
 NAME = "planted"
-HANG, SPIN, CRASH, MEMORY, ADDRESS_SPACE, EXCEPTION, REFUSED, EXIT = 3, 5, 7, 9, 11, 13, 15, 17
+HANG, SPIN, CRASH, MEMORY, ADDRESS_SPACE, EXCEPTION, REFUSED, EXIT, READS = 3, 5, 7, 9, 11, 13, 15, 17, 19
 
 
 def make(seed: int) -> bytes:
@@ -36,4 +37,6 @@ def attempt(data: bytes) -> str:
         raise ArchError("planted")
     if seed == EXIT:
         raise SystemExit(0)
+    if seed == READS:
+        return sys.stdin.read() or "fine"  # a verb that takes its prompt from there
     return "fine"

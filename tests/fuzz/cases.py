@@ -39,7 +39,8 @@ __all__ = ["NAME", "attempt", "make", "warm"]
 #: Verbs that take a saved case, each tried with some of the inputs.
 _VERBS: tuple[tuple[str, ...], ...] = (
     ("replay", "FILE", "-b", "cpu"), ("dump", "FILE", "--backend", "cpu"), ("memory", "FILE", "--backend", "cpu"),
-    ("explain", "FILE", "--backend", "cpu"), ("trace", "FILE", "--backend", "cpu"), ("check", "FILE", "-b", "cpu"),
+    ("explain", "FILE", "--backend", "cpu"), ("trace", "FILE", "-p", "a", "--backend", "cpu"),
+    ("check", "FILE", "-b", "cpu"),
     ("diff", "FILE", "-a", "cpu", "-b", "cpu-fast"), ("diff", "CASE", "-a", "FILE", "-b", "cpu"),
     ("test", "--test-file", "FILE", "--list"),
 )  # fmt: skip

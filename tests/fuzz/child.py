@@ -42,12 +42,14 @@ Result = dict[str, Any]
 def main(argv: list[str]) -> int:
     fuzzer, limits = load(argv[0]), Limits.from_text(argv[1])
     answers = os.fdopen(os.dup(1), "w")
+    asked_for = os.fdopen(os.dup(0))
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what inputs print is not an answer
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # nor is a request what they read: they would wait for it for ever
     getattr(fuzzer, "warm", lambda: None)()
     gc.collect()
     gc.freeze()  # or the first collection of each fork copies every page
     print(json.dumps({"ready": True}), file=answers, flush=True)
-    for line in sys.stdin:
+    for line in asked_for:
         asked = json.loads(line)
         if "path" in asked:
             data = Path(asked["path"]).read_bytes()

@@ -14,6 +14,7 @@ import base64
 import datetime
 import json
 import math
+import select
 import subprocess
 import sys
 import threading
@@ -30,6 +31,7 @@ BATCH = 200
 FOLDER = Path(__file__).resolve().parents[2] / "build" / "fuzz"
 SAVED_PER_SIGN = 3  # findings that look alike: the first are saved, all are counted
 A_DAY = 10**9  # seeds
+SILENT = 600  # seconds after which a process that neither is ready nor answers is taken for stuck
 PROGRESS = 10_000  # inputs between lines that tell how far it is
 
 
@@ -49,6 +51,9 @@ class Child:
 
     def _line(self) -> dict[str, Any]:
         assert self._process.stdout is not None
+        if not select.select([self._process.stdout], [], [], SILENT)[0]:  # it answers with one line: none is buffered
+            self._process.kill()
+            raise RuntimeError(f"the fuzzer's process said nothing for {SILENT} s; see with py-spy where it waits")
         line = self._process.stdout.readline()
         if not line:
             raise RuntimeError(f"the fuzzer's process ended by itself, with {self._process.wait()}")

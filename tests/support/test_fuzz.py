@@ -52,6 +52,13 @@ def test_a_finding_is_replayed(folder: Path, capsys: pytest.CaptureFixture[str])
     assert "fine" in capsys.readouterr().out
 
 
+def test_a_process_that_says_nothing_is_given_up(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    child = run.Child("_planted", Limits(cpu=4.0))
+    monkeypatch.setattr(run, "SILENT", 0.3)
+    with pytest.raises(RuntimeError, match="said nothing for 0.3 s"):
+        child.ask(path=str(run.save("_planted", planted.SPIN, planted.make(planted.SPIN))))
+
+
 def test_seeds_of_days_are_apart() -> None:
     day = datetime.date(2026, 11, 22)
     assert run.seed_of(day + datetime.timedelta(1)) - run.seed_of(day) == run.A_DAY > 10**8
