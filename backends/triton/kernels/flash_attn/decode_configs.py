@@ -17,8 +17,8 @@ class Config:
     """block_n: keys a k-block; warps: ways; stages: k-blocks in flight; per_sm: programs that a
     multiprocessor of Hopper's holds, see programs_held; registers: the most that a thread may have, 0: no bound;
     codes: tiles of at most 8 rows multiply K's codes without their scales (decode_codes.py); join: numbers of parts
-    that a thread holds at once where the last of a tile's programs joins them in the same launch, a power of two; 0: the
-    fixup's launch joins them."""
+    that a thread holds at once, a power of two, where the last of a tile's programs joins them in the same launch; 0:
+    the fixup's launch joins them."""
 
     block_n: int
     warps: int
