@@ -326,7 +326,9 @@ def test_parts_are_joined_in_the_launch_only_where_each_tile_has_its_programs() 
 
     assert rows() == 4 and rows(programs=8) == 4 and rows(splits=3) == 4
     assert rows(programs=7) == 0, "a program has several tiles"
-    assert rows(RANGES=False) == 0 and rows(D_K=256) == 0 and rows(K_KIND="q8_0") == 0 and rows(V_KIND="q4_0") == 0
+    assert rows(RANGES=False) == 0 and rows(K_KIND="q8_0") == 0 and rows(V_KIND="q4_0") == 0
+    blocks = {"K_KIND": "q8_0", "V_KIND": "f8_e4m3"}
+    assert rows(**blocks) == 4 and rows(**blocks, n_q=3) == 0, "the loop for more than 8 rows lacks the registers"
     large = {"D_K": 128, "n_q": 4, "splits": 20}
     assert rows(11, **large) == 16 and rows(12, **large) == 0, "16 rows of 130 floats: 11 parts are 92 KB, 12 are 100"
 

@@ -68,6 +68,25 @@ def test_rows_of_blocks(what: str) -> None:
     assert "flash_attn_decode" in kernels and verdict.ok, verdict.message
 
 
+#: What is special: (multiprocessors, the case), each with parts enough for several rounds of a join.
+JOINED: dict[str, tuple[int, dict[str, Any]]] = {
+    "8-bit floats": (9, {"d": (128, 128), "n_kv": 650, "types": ("f8_e4m3", "f8_e4m3")}),
+    "codes, some keys hidden": (5, {"d": (128, 128), "n_kv": 300, "mask": "random", "types": ("q4_0", "q8_0")}),
+    "sinks, two sequences": (5, {"n_kv": 330, "n_seq": 2, "sinks": "near", "types": ("q8_0", "q4_0")}),
+}
+
+
+@pytest.mark.parametrize("what", JOINED)
+def test_the_last_program_joins_parts(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    sm_count, axes = JOINED[what]
+    for table in (decode_configs.THIN, decode_configs.CONFIGS):
+        for key, config in table.items():
+            monkeypatch.setitem(table, key, replace(config, join=32))
+    kernels, _, verdict = run(as_case("FLASH_ATTN_EXT", replace(_STEP, **axes)), sm_count, schedule="stream_k")
+    assert "flash_attn_decode" in kernels and "flash_attn_fixup" not in kernels
+    assert verdict.ok, verdict.message
+
+
 @pytest.mark.parametrize(
     ("scaled", "out"), [("heads", ("f8_e4m3", 0.25)), ("one", ("f32", 3.0)), ("", ("f8_e4m3", 0.001))]
 )

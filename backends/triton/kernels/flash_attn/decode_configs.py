@@ -16,7 +16,9 @@ from graphrt.dtypes import FLOATS8
 class Config:
     """block_n: keys a k-block; warps: ways; stages: k-blocks in flight; per_sm: programs that a
     multiprocessor of Hopper's holds, see programs_held; registers: the most that a thread may have, 0: no bound;
-    codes: tiles of at most 8 rows multiply K's codes without their scales (decode_codes.py)."""
+    codes: tiles of at most 8 rows multiply K's codes without their scales (decode_codes.py); join: numbers of parts
+    that a thread holds at once, a power of two, where the last of a tile's programs joins them in the same launch; 0:
+    the fixup's launch joins them."""
 
     block_n: int
     warps: int
@@ -24,6 +26,7 @@ class Config:
     per_sm: int
     registers: int = 0
     codes: bool = False
+    join: int = 0
 
     @property
     def block_m(self) -> int:
@@ -34,8 +37,8 @@ class Config:
 #: By head size and kind of cache ("half", "f8", "q8_0", "q4_0"), the wider of K's and V's. With less shared memory than
 #: Hopper has, fewer stages fit: see shared_bytes. f8: heads of 128 measured on an H200 in this form alone.
 CONFIGS: dict[tuple[int, str], Config] = {
-    (64, "half"): Config(128, 4, 3, 2),
-    (128, "half"): Config(128, 4, 3, 1),
+    (64, "half"): Config(128, 4, 3, 2, join=128),
+    (128, "half"): Config(128, 4, 3, 1, join=128),
     (256, "half"): Config(64, 4, 3, 1),
     (64, "f8"): Config(64, 2, 4, 4),
     (128, "f8"): Config(64, 4, 4, 2),
@@ -48,7 +51,7 @@ CONFIGS: dict[tuple[int, str], Config] = {
 }
 #: Where tiles are enough for each multiprocessor to have three: programs of its own instead of blocks in flight in one,
 #: since a tile's start and end then run beside others' middles (H100, 64 sequences of 250 keys: 25.0 us, 32.1 before).
-MANY_TILES: dict[tuple[int, str], Config] = {(128, "half"): Config(128, 4, 1, 3)}
+MANY_TILES: dict[tuple[int, str], Config] = {(128, "half"): Config(128, 4, 1, 3, join=128)}
 #: By head size, of K and V that are both f16 or bf16: heads whose columns are shared out among the warps.
 COLUMNS: dict[int, Config] = {256: Config(32, 4, 6, 1)}
 #: By head size and kind, of K and V that have none of f16 and bf16: decode_thin.py's. More warps hide what unpacking

@@ -14,6 +14,7 @@ from graphrt.backends.triton.kernels.flash_attn.decode_configs import (
     Config,
     config_for,
     in_runs,
+    is_thin,
     owns_columns,
     programs_held,
     shared_bytes,
@@ -26,13 +27,10 @@ from graphrt.backends.triton.kernels.flash_attn.problem import Problem
 from graphrt.backends.triton.kernels.flash_attn.score_code import why_not
 from graphrt.backends.triton.launch import Launch, launch_options
 
-#: Parts of f16 and bf16 are joined in the same launch if a tile's are at most so many bytes: one multiprocessor reads
-#: them all. (H200: 4 rows of 18 parts of D128, 37 KB, gain 0.7 us, 16 rows of them, 150 KB, lose 1.8 to 2.5. Over q8_0
-#: and q4_0, whose loops lack the registers, it loses 2 to 4 us.)
+#: Parts are joined in the same launch if a tile's are at most so many bytes: one multiprocessor reads them all. (H200,
+#: f16: 4 rows of 18 parts of D128, 37 KB, gain 0.7 us, 16 rows of them, 150 KB, lose 1.8 to 2.5. Config.join says for
+#: which caches: way_sums lacks the registers over blocks, where it lost 2 to 4 us; decode_thin.py's loop has them.)
 JOIN_BYTES = 96 << 10
-#: The largest head size that is joined so. (With sums of its own in each warp the join's registers made the loop spill
-#: more at 256: 18 us lost. Not measured since columns are shared out there.)
-JOIN_D = 128
 #: Read counts and runs of a plan that is old enough while the launch before still runs; off to compare.
 PLAN_EARLY = True
 
@@ -40,17 +38,18 @@ PLAN_EARLY = True
 def join_of(main: dict[str, Any], t: Any, config: Config) -> tuple[int, int]:
     """(rows, parts at a time) of the join within a launch of these arguments; (0, 0): fixup.py joins, or nobody need.
 
-    t: the tiling. Powers of two, so that a thread holds at most 128 values and every lane one of the row maxima.
+    t: the tiling. Powers of two, so that a thread holds at most Config.join values and each lane one of the row maxima.
     """
     most = min(main["splits"] or main["programs"] // t.n_tiles + 2, t.n_blocks)
     rows, d = 1 << (main["n_q"] * t.pack - 1).bit_length(), main["D_K"]
-    if not main["RANGES"] or main["programs"] < t.n_tiles or d > JOIN_D:
+    if not main["RANGES"] or main["programs"] < t.n_tiles or not config.join:
         return 0, 0
-    if any(main[kind] not in ("f16", "bf16") for kind in ("K_KIND", "V_KIND")):
+    kinds = main["K_KIND"], main["V_KIND"]
+    if not (is_thin(main["n_q"] * t.pack, *kinds) or {*kinds} <= {"f16", "bf16"}):
         return 0, 0
     if rows * (d + 2) * most * 4 > JOIN_BYTES:
         return 0, 0
-    return rows, max(32 // rows, min(1 << (most - 1).bit_length(), 128 * 32 * config.warps // (rows * d)))
+    return rows, max(32 // rows, min(1 << (most - 1).bit_length(), config.join * 32 * config.warps // (rows * d)))
 
 
 def arguments(
