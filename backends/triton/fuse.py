@@ -13,7 +13,12 @@ from graphrt.backends.triton.kernels.backward.steps import ADAMW_STEP
 from graphrt.backends.triton.kernels.elementwise import SOFTCAP
 from graphrt.backends.triton.kernels.experts.lower import EXPERT_GATE_UP, EXPERT_SUM
 from graphrt.backends.triton.kernels.experts.route import EXPERT_ROUTING
-from graphrt.backends.triton.kernels.flash_attn.launcher import ATTENTION_BACK, ATTENTION_LSE, PANEL_APPEND
+from graphrt.backends.triton.kernels.flash_attn.launcher import (
+    ATTENTION_BACK,
+    ATTENTION_LSE,
+    BLOCK_APPEND,
+    PANEL_APPEND,
+)
 from graphrt.backends.triton.kernels.latent import HEAD_PRODUCTS, LATENT_ROPE_CACHE
 from graphrt.backends.triton.kernels.overlapped import OVERLAPPED_SUM
 from graphrt.backends.triton.kernels.planned_norms import ADD_NORM, JOINED, NORM_MUL, NORM_MUL_ADD_NORM
@@ -56,7 +61,7 @@ FUSIONS: tuple[Fusion, ...] = (
     ADAMW_STEP,
 )
 #: Tried before those, where GRAPHRT_FUSE names them.
-ASKED_FOR: tuple[Fusion, ...] = (ROPE_CACHE_ATTENTION,)
+ASKED_FOR: tuple[Fusion, ...] = (ROPE_CACHE_ATTENTION, BLOCK_APPEND)
 
 
 def wanted_fusions(exact: bool) -> list[Fusion]:
@@ -74,3 +79,8 @@ def wanted_fusions(exact: bool) -> list[Fusion]:
     if unknown:
         raise BackendError(f"GRAPHRT_FUSE must be 0, 1 or names of {', '.join(known)}, got {unknown[0]!r}")
     return [fusion for fusion in fusions if fusion.name in names]
+
+
+def asked_for(exact: bool) -> frozenset[str]:
+    """The names of ASKED_FOR that GRAPHRT_FUSE has."""
+    return frozenset(fusion.name for fusion in wanted_fusions(exact) if fusion in ASKED_FOR)

@@ -24,7 +24,7 @@ from graphrt.backends.triton.kernels.backward import rows as rows_back
 from graphrt.backends.triton.kernels.backward import steps as opt_steps
 from graphrt.backends.triton.kernels.experts import back as experts_back
 from graphrt.backends.triton.kernels.experts import lower as experts
-from graphrt.backends.triton.kernels.flash_attn.append_fusions import PanelAppend
+from graphrt.backends.triton.kernels.flash_attn.append_fusions import BlockAppend, PanelAppend
 from graphrt.backends.triton.kernels.flash_attn.fusions import BACK, Gradients, attention_of
 from graphrt.backends.triton.kernels.flash_attn.launcher import Launcher
 from graphrt.backends.triton.kernels.products import lower as products
@@ -59,6 +59,8 @@ def lower(groups: Sequence[Group], ctx: Context, attention: Launcher) -> list[Se
             steps = attention.appended(group.captured, ctx)
         elif isinstance(group.captured, PanelAppend):
             steps = attention.panel_append(group.captured, ctx)
+        elif isinstance(group.captured, BlockAppend):
+            steps = attention.block_append(group.captured, ctx)
         elif group.fusion is not None:
             steps = group.fusion.lower(group.captured, ctx)
         else:

@@ -76,8 +76,9 @@ class PanelStep:
         k, v = (dequantize(x, t.dtype) for x, t in zip(caches, (self.k_set, self.v_set)))
         node = self.out
         d, n_kv, heads, n_seq = node["v"].ne
-        if v.shape[3] != d:  # a row for all heads of a cell
-            v = v.reshape(n_seq, -1, heads, d).transpose(0, 2, 1, 3)
+        k, v = (
+            x.reshape(n_seq, -1, heads, d).transpose(0, 2, 1, 3) if x.shape[3] == d * heads else x for x in (k, v)
+        )  # a row for all heads of a cell
         more = (self.values.get(node[name]) for name in ("mask", "sinks"))
         sources = [self.values[node["q"]], k[:, :, :n_kv], v[:, :, :n_kv], *more]
 
