@@ -504,6 +504,9 @@ class Gl:
     def store(self, p: Value, data: Any, mask: Any = None) -> None:
         self.memory.store(p, data if isinstance(data, Value) else Value(data), mask)
 
+    def thread_barrier(self) -> None:
+        """A program's threads are one here."""
+
     def atomic_add(self, p: Value, n: int, sem: str, scope: str) -> Value:
         old = self.memory.load(p)
         self.memory.store(p, old + n)

@@ -15,6 +15,7 @@ from graphrt.backends.triton import device
 if device.unusable() is not None:
     pytest.skip(f"the triton backend can't be used here: {device.unusable()}", allow_module_level=True)
 
+from support.append_emulation import run_blocks
 from support.block_steps import block_step
 from support.panel_steps import PanelStep
 from support.watched_memory import watched
@@ -73,6 +74,53 @@ def test_one_launch(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     apart = step.filled(backend)
     apart.run()
     assert np.array_equal(exe.read(step.out), apart.read(step.out))
+
+
+#: Of the decode kernel: as STEPS, with the multiprocessors before all else.
+DECODED: dict[str, tuple[int, tuple[int, int], int, list[int], str | None, int, dict[str, Any]]] = {
+    "a k-block behind those in flight": (64, (4, 2), 700, [598], None, 1, {}),
+    "one of those in flight, codes, masks": (
+        128, (4, 2), 300, [130, 7], None, 5, {"mask": mask(131, 290, n_kv=300), "kinds": ("q4_0", "q4_0")},
+    ),
+    "nobody reads the cell's k-block": (
+        64, (4, 2), 300, [213], "split", 5, {"mask": mask(60, n_kv=300), "nan_value": True, "kinds": ("q8_0", "q4_0")},
+    ),
+    "keys side by side, a token that is not written": (
+        128, (4, 2), 200, [199, -1], None, 4, {"cell_rows": False, "rows": "f16", "ids": "i32"},
+    ),
+    "more than 8 rows": (64, (12, 1), 130, [0], None, 3, {"kinds": ("q4_0", "q8_0")}),
+    "a cell behind those that are read": (64, (4, 2), 100, [110], None, 3, {"n_cells": 120}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", DECODED)
+def test_the_decode_kernel(what: str) -> None:
+    d, heads, n_kv, cells, schedule, sm_count, more = DECODED[what]
+    step = block_step(d, heads, n_kv, cells, **more)
+    names, fused = run_blocks(step, True, sm_count, schedule)
+    others, apart = run_blocks(step, False, sm_count, schedule)
+    assert "flash_attn_decode_blocks" in names and "write_rows" not in names
+    assert "flash_attn_decode" in others and others.count("write_rows") == 2
+    assert np.isfinite(fused[0]).all()
+    for x, y in zip(fused, apart):
+        assert np.array_equal(x, y)
+
+
+@pytest.mark.parametrize("kind", ["q8_0", "q4_0"])
+def test_the_decode_kernel_rounds_as_set_rows(kind: str) -> None:
+    """Blocks of zeros, of halves, with NaN, infinity and the largest value twice, small and large ones."""
+    step = block_step(64, (4, 2), 40, [3, 20, 39, 12], (kind, kind))
+    rng = np.random.default_rng(5)
+    x = np.exp(rng.uniform(-60, 60, (16, 32))) * rng.choice([-1, 1], (16, 32))
+    x[0], x[1, 3], x[2, 5], x[3] = 0, np.nan, np.inf, np.arange(32) - 127.5
+    x[4] = np.where(np.arange(32) % 3 == 1, 1.5, -1.5)
+    x[5], x[6], x[7] = -x[4], -0.0, rng.standard_normal(32) * 1e-40
+    x[8:11], x[11:] = rng.standard_normal((3, 32)), (np.arange(160).reshape(5, 32) - 80) / 2
+    for leaf in step.values:
+        if leaf.name in ("k", "v"):
+            step.values[leaf] = (x if leaf.name == "k" else x[::-1]).astype(np.float32).reshape(leaf.shape)
+    fused, apart = (run_blocks(step, how, 3, None)[1] for how in (True, False))
+    assert all(np.array_equal(a, b) for a, b in zip(fused[1:], apart[1:]))
 
 
 def told(step: PanelStep) -> tuple[list[str], list[str]]:
