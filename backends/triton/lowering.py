@@ -29,6 +29,8 @@ from graphrt.backends.triton.kernels.flash_attn.fusions import BACK, Gradients, 
 from graphrt.backends.triton.kernels.flash_attn.launcher import Launcher
 from graphrt.backends.triton.kernels.products import lower as products
 from graphrt.backends.triton.kernels.products.plan import planned
+from graphrt.backends.triton.kernels.products.rotated import lower_rotated_projections
+from graphrt.backends.triton.kernels.products.rotated_fusions import RotatedProjections
 from graphrt.backends.triton.kernels.rope_fusions import RopeCacheAttention
 from graphrt.backends.triton.segment import Segment
 from graphrt.tensor import Tensor
@@ -61,6 +63,8 @@ def lower(groups: Sequence[Group], ctx: Context, attention: Launcher) -> list[Se
             steps = attention.panel_append(group.captured, ctx)
         elif isinstance(group.captured, BlockAppend):
             steps = attention.block_append(group.captured, ctx)
+        elif isinstance(group.captured, RotatedProjections):
+            steps = lower_rotated_projections(group.captured, ctx)
         elif group.fusion is not None:
             steps = group.fusion.lower(group.captured, ctx)
         else:

@@ -30,17 +30,6 @@ class BlockAppend(NamedTuple):
     attention: Tensor
 
 
-def block_append(nodes: Nodes) -> Iterator[Group]:
-    """SET_ROWS of one token's k and v a sequence into caches of which one is of blocks, and the attention of both."""
-    written = set(nodes.of("SET_ROWS"))
-    for attention in nodes.of("FLASH_ATTN_EXT"):
-        if not appends_to_blocks(attention) or why_blocks_apart(attention) is not None:
-            continue
-        found = BlockAppend(made_by(attention["k"]), made_by(attention["v"]), attention)
-        if {found.k_set, found.v_set} <= written:
-            yield Group([*found], kernel="block_append", results=[*found], captured=found)
-
-
 def appends_to_blocks(attention: Tensor) -> bool:
     """Whether an attention's keys and values lie in rows that its step has written, some of them rounded to blocks."""
     k, v = attention["k"], attention["v"]

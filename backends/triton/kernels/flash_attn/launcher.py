@@ -15,13 +15,13 @@ from graphrt.backends.triton.kernels.flash_attn.append_fusions import (
     PanelAppend,
     appends_to_blocks,
     appends_to_panels,
-    block_append,
     panel_append,
     why_blocks_apart,
     why_not_appended,
 )
 from graphrt.backends.triton.kernels.flash_attn.append_launch import block_arguments, panel_arguments
 from graphrt.backends.triton.kernels.flash_attn.backward.launcher import BackLauncher
+from graphrt.backends.triton.kernels.flash_attn.block_fusions import block_append
 from graphrt.backends.triton.kernels.flash_attn.chosen import Chosen
 from graphrt.backends.triton.kernels.flash_attn.configs import Config
 from graphrt.backends.triton.kernels.flash_attn.fusions import (
@@ -61,6 +61,12 @@ PANELS_APPEND = (
 BLOCKS_APPEND = (
     "the step's k and v are rounded and written into their rows in the same launch, by the one program that reads "
     "them there, before it reads them"
+)
+
+#: Why an attention of blocks has its step's k and v written before it where nothing of its own is in the way.
+NOT_BEFORE = (
+    "the products of q and k can't rotate them, so the rotation has a launch that writes the cache too; or another "
+    "fusion has one of its nodes"
 )
 
 
@@ -114,7 +120,8 @@ class Launcher:
             self._refuse(node, "panel_append", reason)
             return
         if node.op == "FLASH_ATTN_EXT" and "block_append" in self.appends and appends_to_blocks(node):
-            self._refuse(node, "block_append", why_blocks_apart(node) or "another fusion has one of its nodes")
+            reason = why_blocks_apart(node) or NOT_BEFORE
+            self._refuse(node, "block_append", reason)
         if "rope_cache_attention" in self.appends and made_by(node["k"]).op == "SET_ROWS":
             kernel = self.chosen[node].kernel
             reason = why_apart(node) or f"{kernel} has no such form, or the step's nodes are not as it needs them"
@@ -256,5 +263,5 @@ ATTENTION_LSE = Fusion("attention_lse", attention_lse, exact=True)
 ATTENTION_BACK = Fusion("attention_back", attention_back, exact=True)
 #: Likewise, behind attention_lse, which would compute the scores once more without it.
 PANEL_APPEND = Fusion("panel_append", panel_append)
-#: It joins what ROPE_CACHE has in one launch with the rotation; so it pays where nothing is rotated.
+#: What ROPE_CACHE does in one launch is then in those before and behind it. Not timed yet, so it is asked for by name.
 BLOCK_APPEND = Fusion("block_append", block_append)
