@@ -128,7 +128,10 @@ def run(s: Step, fused: bool, sm_count: int) -> tuple[list[str], list[np.ndarray
 
 
 def run_blocks(s: PanelStep, fused: bool, sm_count: int, schedule: str | None) -> tuple[list[str], list[np.ndarray]]:
-    """A step over caches of blocks: (kernels that ran, result and both caches' bytes); fused: in one launch."""
+    """A step over caches of blocks: (kernels that ran, result and both caches' bytes); fused: in one launch.
+
+    Last programs come first: who has a tile's first k-block, after who has the new cell's, which is further on.
+    """
     places = dict[Tensor, TritonBuffer]()
 
     def place(t: Tensor) -> tuple[TritonBuffer, int]:
@@ -144,15 +147,15 @@ def run_blocks(s: PanelStep, fused: bool, sm_count: int, schedule: str | None) -
         for launch in segment.steps:
             assert isinstance(launch, Launch)
             names.append(launch.name)
-            _run(launch)
+            _run(launch, backwards=True)
     memory = [places[t.root].memory for t in (s.out, s.k_set, s.v_set)]
     return names, [memory[0].view(torch.float32)[: s.out.n_elements].numpy(), *(m.numpy() for m in memory[1:])]
 
 
-def _run(launch: Launch) -> None:
+def _run(launch: Launch, backwards: bool = False) -> None:
     """A launch of the decode kernel in the emulator, others in Triton's interpreter."""
     if launch.name.startswith("flash_attn_decode"):
-        gluon_emulator.emulate(launch, True)
+        gluon_emulator.emulate(launch, True, backwards)
     else:
         launch.args |= {name: False for name in ("PDL", "PTX") if name in launch.args}
         launch.options.pop("launch_pdl", None)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
+from triton.runtime.interpreter import InterpreterBuilder
 
 from graphrt import ops
 from graphrt.dtypes import dtype
@@ -71,3 +75,16 @@ def block_step(
     q = leaf("q", "f32", d, n_q, n_head, n_seq)
     out = ops.flash_attn_ext(q, k, v, masked, d**-0.5, name="out", **more)
     return PanelStep(values, k_set, v_set, out)
+
+
+@contextmanager
+def backwards() -> Iterator[None]:
+    """Launches in Triton's interpreter whose last programs come first: who has a tile's first k-block, after who has
+    the new cell's, which is further on."""
+    found = InterpreterBuilder.set_grid_idx
+
+    def from_behind(builder: Any, x: int, y: int, z: int) -> None:
+        found(builder, builder.grid_dim[0] - 1 - x, y, z)
+
+    with patch.object(InterpreterBuilder, "set_grid_idx", from_behind):
+        yield

@@ -16,7 +16,7 @@ if device.unusable() is not None:
     pytest.skip(f"the triton backend can't be used here: {device.unusable()}", allow_module_level=True)
 
 from support.append_emulation import run_blocks
-from support.block_steps import block_step
+from support.block_steps import backwards, block_step
 from support.panel_steps import PanelStep
 from support.watched_memory import watched
 
@@ -29,11 +29,12 @@ from graphrt.tools.explain.devices import known_device
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 
-def mask(*seen: int, n_kv: int = 200) -> np.ndarray:
-    """f16 [sequences, n_kv]: so many cells are seen of each but for cell 3, and cells add what lies behind them."""
+def mask(*seen: int, n_kv: int = 200, first: int = 0) -> np.ndarray:
+    """f16 [sequences, n_kv]: so many cells are seen of each but for cell 3 and those before the first, and cells add
+    what lies behind them."""
     found = -np.arange(n_kv - 1, -1, -1, np.float16) / 8 * np.ones((len(seen), 1), np.float16)
     for row, n in zip(found, seen):
-        row[n:], row[3] = -np.inf, -np.inf
+        row[n:], row[3], row[:first] = -np.inf, -np.inf, -np.inf
     return found
 
 
@@ -45,6 +46,9 @@ STEPS: dict[str, tuple[int, tuple[int, int], int, list[int], str, dict[str, Any]
     "its own query does not see it": (64, (4, 2), 200, [130], "split", {"mask": mask(60), "nan_value": True}),
     "sequences, the last one's token is not written": (
         32, (2, 1), 200, [70, 10, -1], "stream_k", {"mask": mask(71, 140, 90), "kinds": ("q8_0", "q5_1")},
+    ),
+    "a window, whose first k-block is not the cache's": (
+        64, (2, 1), 200, [130], "split", {"mask": mask(131, first=70), "kinds": ("q4_0", "q5_0")},
     ),
     "no such cell": (32, (4, 2), 130, [64, 500], "tile", {"ids": "i32", "rows": "f16"}),
     "a cell behind those that are read": (64, (4, 2), 100, [110], "split", {"n_cells": 120, "cell_rows": False}),
@@ -67,7 +71,7 @@ def test_one_launch(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     exe = step.filled(backend)
     names = [launch.name for split in exe.splits for s in split.run.steps for launch in s.launches]
     assert "flash_attn" in names and "write_rows" not in names
-    with watched():
+    with watched(), backwards():
         exe.run()
     assert step.why_wrong(exe) == ""
     monkeypatch.setenv("GRAPHRT_FUSE", "0")
