@@ -4,6 +4,7 @@ Each is a row beside the kernel that serves it: what finds its nodes and names t
 what lowers them.
 
 GRAPHRT_FUSE=0 switches all off; a list of names with commas (GRAPHRT_FUSE=norm_mul,matmul_add) leaves only those on.
+In it `all` stands for what is on unasked: GRAPHRT_FUSE=all,block_append.
 """
 
 from __future__ import annotations
@@ -75,9 +76,11 @@ def wanted_fusions(exact: bool) -> list[Fusion]:
     fusions = (*ASKED_FOR, *FUSIONS)
     known = [fusion.name for fusion in fusions]
     names = [] if text == "0" else [name.strip() for name in text.split(",")]
-    unknown = [name for name in names if name not in known]
+    unknown = [name for name in names if name not in known and name != "all"]
     if unknown:
-        raise BackendError(f"GRAPHRT_FUSE must be 0, 1 or names of {', '.join(known)}, got {unknown[0]!r}")
+        raise BackendError(f"GRAPHRT_FUSE must be 0, 1, all or names of {', '.join(known)}, got {unknown[0]!r}")
+    if "all" in names:
+        names += [fusion.name for fusion in FUSIONS]
     return [fusion for fusion in fusions if fusion.name in names]
 
 
