@@ -23,6 +23,8 @@ from support.watched_memory import watched
 from graphrt.backends.triton.backend import TritonBackend
 from graphrt.backends.triton.fuse import FUSIONS, wanted_fusions
 from graphrt.backends.triton.kernels.flash_attn.launcher import BLOCK_APPEND
+from graphrt.execute import prepare
+from graphrt.graph import Graph
 from graphrt.tools.check.order_report import ordered
 from graphrt.tools.explain.devices import known_device
 
@@ -167,15 +169,12 @@ def test_what_takes_launches_of_its_own_says_why(
     assert any(fact.startswith("why: not block_append: ") and reason in fact for fact in facts), facts
 
 
-def test_layers_are_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", ["q5_0", "q8_0"])  # the portable kernel's there, and the decode kernel's
+def test_layers_are_in_order(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two behind each other, and the run behind that, on a GPU whose launches overlap."""
-    from graphrt.execute import prepare
-    from graphrt.graph import Graph
-
     monkeypatch.setenv("GRAPHRT_FUSE", "block_append")
     h100 = device.Target.elsewhere(known_device("h100").elsewhere)
-    kinds = ("q5_0", "q5_0")  # which the portable kernel has there
-    layers = [block_step(64, (4, 2), 100, [5], kinds, mask(6, n_kv=100), layer=name) for name in "ab"]
+    layers = [block_step(64, (4, 2), 100, [5], (kind, kind), mask(6, n_kv=100), layer=name) for name in "ab"]
     exe = prepare(Graph(*(step.out for step in layers)), TritonBackend(exact=False, target=h100))
     found = ordered("two layers", exe)
     assert found.starts_early >= 2 and not found.violations, found
