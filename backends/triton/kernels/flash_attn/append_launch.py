@@ -26,12 +26,12 @@ def block_arguments(found: BlockAppend, ctx: Context) -> dict[str, Any]:
 
 def _arguments(found: PanelAppend | BlockAppend, k_strides: tuple[int, int], ctx: Context) -> dict[str, Any]:
     """k_strides: bytes between heads and sequences of the new k."""
-    strides = [*k_strides, *_row_strides(found.v_set, found.attention["v"])]
     k_rows, v_rows = found.k_set["rows"], found.v_set["rows"]
-    sizes = [k_rows.dtype.type_size] * 2 + [v_rows.dtype.type_size] * 2
+    k_head, k_seq = (n // k_rows.dtype.type_size for n in k_strides)
+    v_head, v_seq = (n // v_rows.dtype.type_size for n in _row_strides(found.v_set, found.attention["v"]))
     new = NewRows(
-        ctx.view(k_rows).data, ctx.view(v_rows).data, ctx.view(found.k_set["ids"]).data,
-        *(n // size for n, size in zip(strides, sizes)), found.k_set.ne[1],
+        ctx.view(k_rows).data, ctx.view(v_rows).data, ctx.view(found.k_set["ids"]).data, k_head, k_seq, v_head, v_seq,
+        found.k_set.ne[1],
     )  # fmt: skip
     (k, _), (v, _) = (stored(ctx.view(t["target"])) for t in (found.k_set, found.v_set))
     return {"new": new, "caches": Caches(k, v)}
