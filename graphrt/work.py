@@ -26,12 +26,18 @@ def group_work(group: Group, seen: Mapping[str, tuple[float, float]] | None = No
         for source in dict.fromkeys(node.sources()):
             if source.root is node.root and op_spec(node.op).writes is not None:
                 continue  # what it writes into
-            if source in read or made_by(source) in group.nodes:
+            if source in read or _stays_inside(source, group):
                 moved -= source.data_nbytes
             elif source in caches:
                 moved -= round(source.data_nbytes * (1 - cells))
             read.add(source)
     return Work(flops, max(moved, 0))
+
+
+def _stays_inside(t: Tensor, group: Group) -> bool:
+    """A group makes all of `t`: of what it writes a part of, such as a cache, the rest comes from outside."""
+    made = made_by(t)
+    return made in group.nodes and op_spec(made.op).writes is None
 
 
 def attended(node: Tensor) -> tuple[Tensor | None, list[Tensor]]:

@@ -252,19 +252,23 @@ def flash_attn_varlen_lse(
     q: Tensor, k: Tensor, q_starts: Tensor, scale: float, *, lengths: Tensor | None = None,
     block_table: Tensor | None = None, k_starts: Tensor | None = None, sinks: Tensor | None = None,
     prefixes: Tensor | None = None, max_bias: float = 0.0, softcap: float = 0.0, causal: bool = True, window: int = 0,
-    score: Expr | None = None, mask: Tensor | None = None, mask_new: bool = False, name: str = "",
+    score: Expr | None = None, mask: Tensor | None = None, mask_new: bool = False, k_scale: Tensor | None = None,
+    name: str = "",
 ) -> Tensor:  # fmt: skip
     """The log of the softmax denominators of flash_attn_varlen(): result = ln(sum exp(s)), the sink included.
 
     s as there, of the same arguments: q: f32 [D_k, n_tokens, n_head]; k: pages or packed keys of any float or
     quantized type; q_starts, lengths, block_table, k_starts, prefixes: i32; sinks: f32 [n_head] or None; scale,
     max_bias, softcap, causal, window: numbers; score: a function of score.py or None; mask: f16 or None, mask_new: what
-    its columns are. The result is f32 [n_head,
-    n_tokens], -inf for a query that sees nothing, not even a sink, and for those of nobody. A node of its own beside
-    FLASH_ATTN_VARLEN with the same sources, so that a backend can fuse the two. Source: FlashAttention-2 (arXiv
-    2307.08691), section 3.1; ggml has no such op. Raises GraphError for what flash_attn_varlen() refuses.
+    its columns are; k_scale: f32 with one value or n_head_kv, or None (v_scale changes no denominator). The result is
+    f32 [n_head, n_tokens], -inf for a query that sees nothing, not even a sink, and for those of nobody. A node of its
+    own beside FLASH_ATTN_VARLEN with the same sources, so that a backend can fuse the two; with k_scale each has a
+    product of q of its own. Source: FlashAttention-2 (arXiv 2307.08691), section 3.1; ggml has no such op. Raises
+    GraphError for what flash_attn_varlen() refuses.
     """
     numbers = (float(scale), float(max_bias), float(softcap), bool(causal), int(window))
     params = FlashAttnVarlenParams(*numbers, *as_params(score), bool(mask_new))
+    if k_scale is not None:
+        q = scale_queries("FLASH_ATTN_VARLEN_LSE", q, k_scale, k.ne[2])
     sources = (q, k, q_starts, lengths, block_table, k_starts, sinks, prefixes, mask)
     return build(FLASH_ATTN_VARLEN_LSE, *sources, params=params, name=name)

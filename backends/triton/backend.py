@@ -143,14 +143,12 @@ class TritonBackend(Backend):
 
     def compile(self, groups: Sequence[Group], place: Callable[[Tensor], Place]) -> Program:
         from graphrt.backends.triton.context import Context
-        from graphrt.backends.triton.fuse import wanted_fusions
+        from graphrt.backends.triton.fuse import asked_for
         from graphrt.backends.triton.kernels.flash_attn.launcher import Launcher
         from graphrt.backends.triton.kernels.products.kept import kept_nbytes
-        from graphrt.backends.triton.kernels.rope import ROPE_CACHE_ATTENTION
         from graphrt.backends.triton.lowering import lower
 
-        appends = ROPE_CACHE_ATTENTION in wanted_fusions(self.exact)
-        attention = Launcher(self.target, place, self.schedule, self.config, self.backward, appends)
+        attention = Launcher(self.target, place, self.schedule, self.config, self.backward, asked_for(self.exact))
         with current(self.target.device):
             ctx = Context(place, self.target, self.exact)
             segments = lower(groups, ctx, attention)

@@ -4,6 +4,7 @@ Each is a row beside the kernel that serves it: what finds its nodes and names t
 what lowers them.
 
 GRAPHRT_FUSE=0 switches all off; a list of names with commas (GRAPHRT_FUSE=norm_mul,matmul_add) leaves only those on.
+In it `all` stands for what is on unasked: GRAPHRT_FUSE=all,block_append.
 """
 
 from __future__ import annotations
@@ -13,7 +14,12 @@ from graphrt.backends.triton.kernels.backward.steps import ADAMW_STEP
 from graphrt.backends.triton.kernels.elementwise import SOFTCAP
 from graphrt.backends.triton.kernels.experts.lower import EXPERT_GATE_UP, EXPERT_SUM
 from graphrt.backends.triton.kernels.experts.route import EXPERT_ROUTING
-from graphrt.backends.triton.kernels.flash_attn.launcher import ATTENTION_BACK, ATTENTION_LSE, PANEL_APPEND
+from graphrt.backends.triton.kernels.flash_attn.launcher import (
+    ATTENTION_BACK,
+    ATTENTION_LSE,
+    BLOCK_APPEND,
+    PANEL_APPEND,
+)
 from graphrt.backends.triton.kernels.latent import HEAD_PRODUCTS, LATENT_ROPE_CACHE
 from graphrt.backends.triton.kernels.overlapped import OVERLAPPED_SUM
 from graphrt.backends.triton.kernels.planned_norms import ADD_NORM, JOINED, NORM_MUL, NORM_MUL_ADD_NORM
@@ -56,7 +62,7 @@ FUSIONS: tuple[Fusion, ...] = (
     ADAMW_STEP,
 )
 #: Tried before those, where GRAPHRT_FUSE names them.
-ASKED_FOR: tuple[Fusion, ...] = (ROPE_CACHE_ATTENTION,)
+ASKED_FOR: tuple[Fusion, ...] = (ROPE_CACHE_ATTENTION, BLOCK_APPEND)
 
 
 def wanted_fusions(exact: bool) -> list[Fusion]:
@@ -70,7 +76,14 @@ def wanted_fusions(exact: bool) -> list[Fusion]:
     fusions = (*ASKED_FOR, *FUSIONS)
     known = [fusion.name for fusion in fusions]
     names = [] if text == "0" else [name.strip() for name in text.split(",")]
-    unknown = [name for name in names if name not in known]
+    unknown = [name for name in names if name not in known and name != "all"]
     if unknown:
-        raise BackendError(f"GRAPHRT_FUSE must be 0, 1 or names of {', '.join(known)}, got {unknown[0]!r}")
+        raise BackendError(f"GRAPHRT_FUSE must be 0, 1, all or names of {', '.join(known)}, got {unknown[0]!r}")
+    if "all" in names:
+        names += [fusion.name for fusion in FUSIONS]
     return [fusion for fusion in fusions if fusion.name in names]
+
+
+def asked_for(exact: bool) -> frozenset[str]:
+    """The names of ASKED_FOR that GRAPHRT_FUSE has."""
+    return frozenset(fusion.name for fusion in wanted_fusions(exact) if fusion in ASKED_FOR)

@@ -24,11 +24,13 @@ from graphrt.backends.triton.kernels.backward import rows as rows_back
 from graphrt.backends.triton.kernels.backward import steps as opt_steps
 from graphrt.backends.triton.kernels.experts import back as experts_back
 from graphrt.backends.triton.kernels.experts import lower as experts
-from graphrt.backends.triton.kernels.flash_attn.append_fusions import PanelAppend
+from graphrt.backends.triton.kernels.flash_attn.append_fusions import BlockAppend, PanelAppend
 from graphrt.backends.triton.kernels.flash_attn.fusions import BACK, Gradients, attention_of
 from graphrt.backends.triton.kernels.flash_attn.launcher import Launcher
 from graphrt.backends.triton.kernels.products import lower as products
 from graphrt.backends.triton.kernels.products.plan import planned
+from graphrt.backends.triton.kernels.products.rotated import lower_rotated_projections
+from graphrt.backends.triton.kernels.products.rotated_fusions import RotatedProjections
 from graphrt.backends.triton.kernels.rope_fusions import RopeCacheAttention
 from graphrt.backends.triton.segment import Segment
 from graphrt.tensor import Tensor
@@ -59,6 +61,10 @@ def lower(groups: Sequence[Group], ctx: Context, attention: Launcher) -> list[Se
             steps = attention.appended(group.captured, ctx)
         elif isinstance(group.captured, PanelAppend):
             steps = attention.panel_append(group.captured, ctx)
+        elif isinstance(group.captured, BlockAppend):
+            steps = attention.block_append(group.captured, ctx)
+        elif isinstance(group.captured, RotatedProjections):
+            steps = lower_rotated_projections(group.captured, ctx)
         elif group.fusion is not None:
             steps = group.fusion.lower(group.captured, ctx)
         else:

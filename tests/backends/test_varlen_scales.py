@@ -81,9 +81,31 @@ def test_scales_over_pages(make: Callable[[], Backend], which: str) -> None:
         assert nmse(second[:, h], first[:, h]) < limit, h
 
 
+@pytest.mark.parametrize("make", [_cpu, _triton])
+def test_denominators_know_the_keys_scale(make: Callable[[], Backend]) -> None:
+    """Of packed keys, beside a float64 computation."""
+    backend, rng = make(), np.random.default_rng(4)
+    given = {
+        "q": rng.normal(size=(HEADS, NEW, D)), "k": rng.normal(size=(KV, KEYS, D)), "scale": np.array([0.02, 3.0]),
+    }  # fmt: skip
+    q, k, scale = (new_input("f32", *a.shape[::-1], name=name) for name, a in given.items())
+    starts, k_starts = new_input("i32", 2, name="starts"), new_input("i32", 2, name="k_starts")
+    lse = ops.flash_attn_varlen_lse(q, k, starts, 0.1, k_starts=k_starts, causal=False, k_scale=scale)
+    exe = graphrt.prepare(Graph(lse), backend)
+    for t, array in zip((q, k, scale), given.values()):
+        exe.write(t, array.astype(np.float32))
+    exe.write_all({starts: np.array([0, NEW], np.int32), k_starts: np.array([0, KEYS], np.int32)})
+    exe.run()
+    logits = 0.1 * given["q"] @ np.repeat(given["k"] * given["scale"][:, None, None], HEADS // KV, 0).swapaxes(1, 2)
+    expected = np.log(np.exp(logits).sum(-1))
+    assert np.allclose(np.asarray(exe.read(lse)).reshape(NEW, HEADS), expected.T, rtol=1e-5, atol=1e-4)
+
+
 def test_scales_that_are_refused() -> None:
     q, starts = new_input("f32", D, NEW, HEADS, name="q"), new_input("i32", 2, name="starts")
     k, v = (new_input("f8_e4m3", D, KEYS, KV, name=x) for x in "kv")
     for name, scale in (("k_scale", new_input("f32", HEADS, name="s")), ("v_scale", new_input("f16", 1, name="s"))):
         with pytest.raises(GraphError, match=f"{name} must be f32, contiguous, with one value or one a head .*, {KV}"):
             ops.flash_attn_varlen(q, k, v, starts, 0.1, k_starts=starts, **{name: scale})
+    with pytest.raises(GraphError, match="FLASH_ATTN_VARLEN_LSE.*k_scale must be f32"):
+        ops.flash_attn_varlen_lse(q, k, starts, 0.1, k_starts=starts, k_scale=new_input("f16", 1, name="s"))

@@ -47,6 +47,7 @@ from graphrt.backends.triton.kernels.flash_attn.decode_launch import Decode, bou
 from graphrt.backends.triton.kernels.flash_attn.fusions import attention_of
 from graphrt.backends.triton.kernels.flash_attn.kernel import AttentionKernel, Scratch
 from graphrt.backends.triton.kernels.flash_attn.kernels import kernels_of
+from graphrt.backends.triton.kernels.flash_attn.launcher import BLOCK_APPEND
 from graphrt.backends.triton.kernels.flash_attn.mask_plan import MaskPlan, MaskPlans
 from graphrt.backends.triton.kernels.flash_attn.passes_launch import DecodePasses
 from graphrt.backends.triton.kernels.flash_attn.problem import Problem, Tiling
@@ -59,7 +60,7 @@ from graphrt.ops.flash_attn_ext import flash_attn_ext
 from graphrt.ops.key_panels import PANELS, ROWS, panel_width
 from graphrt.ops.view import permute, view
 from graphrt.tensor import Tensor
-from support import append_emulation, panel_steps
+from support import append_emulation, block_steps, panel_steps
 from support.aot_arch import target_of
 from support.aot_barriers import reused_barriers
 from support.aot_minima import plain_minima
@@ -253,6 +254,14 @@ def panel_append_launches(arch: str, d: int, kinds: tuple[str, str], has_mask: b
     return [launch for launch in step.launches(target_of(arch), schedule) if launch.name == "flash_attn"]
 
 
+def block_append_launches(arch: str, d: int, kinds: tuple[str, str], has_mask: bool, schedule: str) -> list[Launch]:
+    """The launch that writes a step's row of a cache of blocks, of 8 heads on 2, and attends it: whose kernel it is."""
+    mask = np.zeros((1, 4096), np.float16) if has_mask else None
+    step = block_steps.block_step(d, (8, 2), 4096, [5], kinds, mask)
+    found = step.launches(target_of(arch), schedule, BLOCK_APPEND)
+    return [launch for launch in found if launch.name.startswith("flash_attn") and launch.name != "flash_attn_fixup"]
+
+
 def figures(kernel: Any, arch: str) -> dict[str, Any]:
     """What is asked of a compiled kernel, by name.
 
@@ -423,6 +432,13 @@ APPENDED = [
     (128, ("f16", "f16"), True, "split"),
     (128, ("f8_e4m3", "bf16"), False, "stream_k"),
 ]
+#: The same of caches of blocks in rows.
+BLOCKS_APPENDED = [
+    (128, ("q8_0", "q5_1"), True, "split"),
+    (128, ("q8_0", "q8_0"), True, "split"),
+    (128, ("q4_0", "q4_0"), True, "split"),
+    (64, ("q8_0", "q4_0"), False, "split"),
+]
 #: Hopper's kernel with those, of each head size.
 SCORED_HOPPER = [
     Shape((d, d), 128, (kind, kind), score=name, softcap=cap)
@@ -447,6 +463,9 @@ def launches_of(arch: str) -> Iterator[tuple[str, Callable[[], list[Launch]]]]:
     for d, kinds, has_mask, how in APPENDED if arch == "sm_90" else APPENDED[:1]:
         name = f"{arch} panels and append, heads of {d}, {kinds[0]} and {kinds[1]}, {how}"
         yield name, partial(panel_append_launches, arch, d, kinds, has_mask, how)
+    for d, kinds, has_mask, how in BLOCKS_APPENDED if arch == "sm_90" else BLOCKS_APPENDED[:2]:
+        name = f"{arch} blocks and append, heads of {d}, {kinds[0]} and {kinds[1]}, {how}"
+        yield name, partial(block_append_launches, arch, d, kinds, has_mask, how)
     for shape in SCORED_HOPPER if arch == "sm_90" else ():
         yield f"{arch} score {shape}", lambda s=shape: launches_for(served(arch, s, "tile"))[:1]
     if arch.startswith("sm_"):

@@ -29,7 +29,7 @@ from support.aot_arch import target_of
 
 
 def _weight(kind: str, m: int, k: int) -> Packed | torch.Tensor:
-    plain = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
+    plain = {"": torch.float32, "f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
     return torch.empty(m, k, dtype=plain[kind]) if kind in plain else Packed.empty(kind, m, k, "cpu")
 
 
@@ -52,10 +52,10 @@ def _head_launch(target: Target, kind: str, m: int, k: int, n: int, heads: int =
 
 
 def _rotated_launch(target: Target, kinds: tuple[str, ...], n: int, mode: str, cache: str, early: bool) -> Launch:
-    """Projections of Llama-8B, with biases of neox's."""
+    """Projections of Llama-8B, with biases of neox's. cache: its type, "" for rows of the tokens' own."""
     k, d, cells, rows = 4096, 128, 64, (4096, 1024, 1024)
     half = torch.empty(n, d // 2)
-    kept = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.int16}.get(cache, torch.uint8)
+    kept = {"": torch.float32, "f32": torch.float32, "f16": torch.float16, "bf16": torch.int16}.get(cache, torch.uint8)
     k_cache, v_cache = (torch.empty(cells * rows[1], dtype=kept) for _ in "kv")
     outs, strides = (torch.empty(n * rows[0]), k_cache, v_cache), (rows[0], rows[1], rows[2])
     segments = [
@@ -66,6 +66,8 @@ def _rotated_launch(target: Target, kinds: tuple[str, ...], n: int, mode: str, c
         torch.empty(n, dtype=torch.int64), 1, n, n, cells, k_cache, rows[1], cells * rows[1], cache, v_cache, rows[2],
         cells * rows[2], cache,
     )  # fmt: skip
+    if not cache:
+        where = Cells(None, 0, 0, n, n, k_cache, rows[1], 0, "f32", v_cache, rows[2], 0, "f32")
     table = RopeTable(RopeParams(d, mode), half, half)
     return rotated_launch(target, segments, Q8Rows.empty(n, k, "cpu"), table, where, early)
 
@@ -111,10 +113,10 @@ def _launches(target: Target) -> Iterator[tuple[str, Launch]]:
     for kinds, n, mode, cache in (
         (("q4_K", "q4_K", "q6_K"), 1, "normal", "f16"), (("q4_K", "q4_K", "q4_K"), 1, "normal", "f8_e4m3"),
         (("q4_0", "q4_1", "q8_0"), 1, "neox", "bf16"), (("q5_K", "q5_K", "q6_K"), 3, "neox", "f16"),
-        (("q4_K", "q4_K", "q6_K"), 8, "normal", "f32"),
+        (("q4_K", "q4_K", "q6_K"), 8, "normal", "f32"), (("q4_K", "q4_K", "q6_K"), 1, "normal", ""),
     ):  # fmt: skip
         for early in (True, False):
-            name = f"gemv rotated {' '.join(kinds)} n={n} {cache}" + " early" * early
+            name = f"gemv rotated {' '.join(kinds)} n={n} {cache or 'rows'}" + " early" * early
             yield name, _rotated_launch(target, kinds, n, mode, cache, early)
     for n, k in ((1, 640), (16, 640), (1, 8192)):
         x, norm = torch.empty(n, k), NormWeight(torch.empty(k), 1e-6)

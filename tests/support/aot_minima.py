@@ -30,6 +30,7 @@ PLAIN = {
     "flash_attn/backward/deltas.py attention_back_norms": _LENGTH,
     "flash_attn/backward/deltas.py attention_back_scales": _LENGTH,
     "flash_attn/append.py with_new_key": _WEIGHTS,
+    "flash_attn/decode_blocks.py over_block": "the largest of a block to round, whose d is NaN where it has one",
     "flash_attn/decode_pieces.py softmax_step": _WEIGHTS,
     "flash_attn/decode_join.py join_parts": _JOINED,
     "flash_attn/decode_join.py joined_ways": _JOINED,

@@ -1,4 +1,5 @@
-"""A step's rotation, its writing of the cache and its attention as the launches of an sm_90, in the emulator."""
+"""A step's writing of the cache and its attention as the launches of an sm_90, in the emulator, behind its rotation or
+without one."""
 
 from __future__ import annotations
 
@@ -12,10 +13,11 @@ from graphrt import ops
 from graphrt.backend import Region, Usage
 from graphrt.backends.triton.context import Context
 from graphrt.backends.triton.kernels.flash_attn.fusions import attention_of
-from graphrt.backends.triton.kernels.flash_attn.launcher import Launcher
+from graphrt.backends.triton.kernels.flash_attn.launcher import BLOCK_APPEND, Launcher
 from graphrt.backends.triton.kernels.rope import ROPE_CACHE_ATTENTION, lower_rope_cache
 from graphrt.backends.triton.kernels.rope_fusions import RopeCacheAttention
 from graphrt.backends.triton.launch import Launch
+from graphrt.backends.triton.lowering import lower
 from graphrt.backends.triton.memory import TritonBuffer
 from graphrt.fusion import fuse
 from graphrt.graph import Graph
@@ -23,6 +25,7 @@ from graphrt.ops.rope import RopeParams
 from graphrt.tensor import Tensor, new_input
 from support import gluon_emulator
 from support.aot_arch import target_of
+from support.panel_steps import PanelStep
 
 
 @dataclass
@@ -115,15 +118,45 @@ def run(s: Step, fused: bool, sm_count: int) -> tuple[list[str], list[np.ndarray
             for cache in s.caches:
                 fill(places[cache], s.values[cache])
         names.append(launch.name)
-        if launch.name.startswith("flash_attn_decode"):
-            gluon_emulator.emulate(launch, True)
-        else:
-            launch.args |= {name: False for name in ("PDL", "PTX") if name in launch.args}
-            launch.options.pop("launch_pdl", None)
-            launch()
+        _run(launch)
     kind = torch.bfloat16 if s.caches[0].dtype.name == "bf16" else torch.float16
     memory = [
         places[t.root].memory.view(of)[: t.n_elements]
         for t, of in ((s.out, torch.float32), *((c, kind) for c in s.caches))
     ]
     return names, [m.float().numpy() for m in memory]
+
+
+def run_blocks(s: PanelStep, fused: bool, sm_count: int, schedule: str | None) -> tuple[list[str], list[np.ndarray]]:
+    """A step over caches of blocks: (kernels that ran, result and both caches' bytes); fused: in one launch.
+
+    Last programs come first: who has a tile's first k-block, after who has the new cell's, which is further on.
+    """
+    places = dict[Tensor, TritonBuffer]()
+
+    def place(t: Tensor) -> tuple[TritonBuffer, int]:
+        unwritten = torch.full((t.root.nbytes,), 0xFF, dtype=torch.uint8)
+        return places.setdefault(t.root, TritonBuffer(unwritten, Usage.COMPUTE)), t.view_offs
+
+    for leaf, given in s.values.items():
+        fill(place(leaf)[0], given)
+    target = replace(target_of("sm_90"), sm_count=sm_count)
+    groups = fuse(Region(s.graph.nodes, lambda t: t is s.out), [BLOCK_APPEND] if fused else [])
+    names = list[str]()
+    for segment in lower(groups, Context(place, target, False), Launcher(target, place, schedule)):
+        for launch in segment.steps:
+            assert isinstance(launch, Launch)
+            names.append(launch.name)
+            _run(launch, backwards=True)
+    memory = [places[t.root].memory for t in (s.out, s.k_set, s.v_set)]
+    return names, [memory[0].view(torch.float32)[: s.out.n_elements].numpy(), *(m.numpy() for m in memory[1:])]
+
+
+def _run(launch: Launch, backwards: bool = False) -> None:
+    """A launch of the decode kernel in the emulator, others in Triton's interpreter."""
+    if launch.name.startswith("flash_attn_decode"):
+        gluon_emulator.emulate(launch, True, backwards)
+    else:
+        launch.args |= {name: False for name in ("PDL", "PTX") if name in launch.args}
+        launch.options.pop("launch_pdl", None)
+        launch()

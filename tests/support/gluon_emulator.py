@@ -504,6 +504,9 @@ class Gl:
     def store(self, p: Value, data: Any, mask: Any = None) -> None:
         self.memory.store(p, data if isinstance(data, Value) else Value(data), mask)
 
+    def thread_barrier(self) -> None:
+        """A program's threads are one here."""
+
     def atomic_add(self, p: Value, n: int, sem: str, scope: str) -> Value:
         old = self.memory.load(p)
         self.memory.store(p, old + n)
@@ -601,8 +604,8 @@ def _counting(*bounds: Any) -> Iterator[Value]:
     return (Value(np.int32(i)) for i in range(*(int(_plain(b)) for b in bounds)))
 
 
-def emulate(launch: Any, late: bool) -> None:
-    """Runs a Launch of a Gluon kernel on tensors of the host."""
+def emulate(launch: Any, late: bool, backwards: bool = False) -> None:
+    """Runs a Launch of a Gluon kernel on tensors of the host; backwards: its last program first."""
     memory = Memory(launch.args)
     gl, copies = Gl(memory, launch.options["num_warps"]), Copies(memory, late)
     nothing = {name: lambda *args: None for name in ("gdc_wait", "gdc_launch_dependents")}
@@ -610,7 +613,8 @@ def emulate(launch: Any, late: bool) -> None:
         launch.kernel, {"gl": gl, "async_copy": copies, "mma_v2": product, "range": _counting, **nothing}
     )
     given = arguments_of(launch, memory)
-    for program in range(launch.grid[0]):
+    programs = range(launch.grid[0])
+    for program in reversed(programs) if backwards else programs:
         gl.program = program
         function(**given)
         assert not copies.open, "copies that nobody waits for"

@@ -14,10 +14,11 @@ from graphrt.backends.triton.context import Context
 from graphrt.backends.triton.device import Target
 from graphrt.backends.triton.kernels.flash_attn.launcher import PANEL_APPEND, Launcher
 from graphrt.backends.triton.launch import Launch
+from graphrt.backends.triton.lowering import lower
 from graphrt.backends.triton.memory import TritonBuffer
 from graphrt.dtypes import dtype
 from graphrt.execute import Executable
-from graphrt.fusion import fuse
+from graphrt.fusion import Fusion, fuse
 from graphrt.graph import Graph
 from graphrt.judge import judge
 from graphrt.op import made_by
@@ -40,17 +41,17 @@ class PanelStep:
     def graph(self) -> Graph:
         return Graph(self.out, self.k_set, self.v_set)
 
-    def launches(self, target: Target, schedule: str) -> list[Launch]:
-        """What the attention and its append become on a GPU, in memory of zeros."""
+    def launches(self, target: Target, schedule: str, fusion: Fusion = PANEL_APPEND) -> list[Launch]:
+        """What the attention and its append, as the fusion finds it, become on a GPU, in memory of zeros."""
         places: dict[Tensor, TritonBuffer] = {}
 
         def place(t: Tensor) -> tuple[TritonBuffer, int]:
             zeros = torch.zeros(t.root.nbytes, dtype=torch.uint8)
             return places.setdefault(t.root, TritonBuffer(zeros, Usage.COMPUTE)), t.view_offs
 
-        groups = fuse(Region(self.graph.nodes, lambda t: t is self.out), [PANEL_APPEND])
-        (found,) = [group.captured for group in groups if group.captured is not None]
-        steps = Launcher(target, place, schedule).panel_append(found, Context(place, target, False))
+        groups = fuse(Region(self.graph.nodes, lambda t: t is self.out), [fusion])
+        segments = lower(groups, Context(place, target, False), Launcher(target, place, schedule))
+        steps = [step for segment in segments for step in segment.steps]
         return [step for step in steps if isinstance(step, Launch)]
 
     def filled(self, backend: Backend) -> Executable:
@@ -76,8 +77,9 @@ class PanelStep:
         k, v = (dequantize(x, t.dtype) for x, t in zip(caches, (self.k_set, self.v_set)))
         node = self.out
         d, n_kv, heads, n_seq = node["v"].ne
-        if v.shape[3] != d:  # a row for all heads of a cell
-            v = v.reshape(n_seq, -1, heads, d).transpose(0, 2, 1, 3)
+        k, v = (
+            x.reshape(n_seq, -1, heads, d).transpose(0, 2, 1, 3) if x.shape[3] == d * heads else x for x in (k, v)
+        )  # a row for all heads of a cell
         more = (self.values.get(node[name]) for name in ("mask", "sinks"))
         sources = [self.values[node["q"]], k[:, :, :n_kv], v[:, :, :n_kv], *more]
 

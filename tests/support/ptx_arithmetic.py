@@ -80,6 +80,7 @@ _INSTRUCTIONS: dict[str, Callable[..., np.ndarray]] = {
     "cvt.rn.f16x2.e4m3x2": lambda a: _joined(*(float8.decode((a >> n & 0xFF).astype(np.uint8), E4M3) for n in (0, 8))),
     "cvt.rn.satfinite.e4m3x2.f32": lambda a, b: _codes(b) | _codes(a) << np.uint32(8),
     "cvt.f32.f16": lambda a: _halves(a)[0].astype(np.float32).view(np.uint32),
+    "div.rn.f32": lambda a, b: np.divide(_f32(a), _f32(b)).view(np.uint32),
     "mul.rn.f32": lambda a, b: _single(np.multiply, a, b),
     "fma.rn.f32": lambda a, b, c: _single(lambda x, y, z: x * y + z, a, b, c),
     "cvt.rn.f16x2.f32": lambda a, b: _joined(_f32(b), _f32(a)),
@@ -102,7 +103,7 @@ def run_ptx(asm: str, kinds: Sequence[Any], inputs: Sequence[np.ndarray]) -> lis
             continue
         name, rest = line.split(None, 1)
         target, *sources = [x.strip() for x in re.split(r",(?![^{]*\})", rest)]
-        with np.errstate(over="ignore", invalid="ignore"):
+        with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
             found = _INSTRUCTIONS[name](*(value(s) for s in sources))
         if target.startswith("{"):
             for part, bits in zip(target.strip("{}").split(","), (found & 0xFFFF, found >> np.uint32(16))):

@@ -76,6 +76,17 @@ def test_an_attention_reads_the_cells_that_its_mask_shows() -> None:
     assert masks.seen_shares(exe) == {"attn_inp_kq_mask": (10 / 40, (8 + 5) / 80)}
 
 
+def test_an_attention_that_writes_its_cache_reads_the_rest_of_it() -> None:
+    q = graphrt.new_input("f32", 64, 1, 2, name="q")
+    caches = [graphrt.new_input("f16", 64, 40, 2, name=f"{x}_cache") for x in "kv"]
+    new = [graphrt.new_input("f32", 64, 1, 2, name=x) for x in "kv"]
+    ids = graphrt.new_input("i32", 1, name="ids")
+    sets = [ops.set_rows(rows, ids, cache) for rows, cache in zip(new, caches)]
+    out = ops.flash_attn_ext(q, *sets, None, 0.1)
+    apart = sum(group_work(Group([node])).bytes for node in (*sets, out))
+    assert group_work(Group([*sets, out], results=[*sets, out])).bytes == apart - ids.nbytes
+
+
 def _made(parts: list[Part]) -> None:
     for part in parts:
         part.make()()

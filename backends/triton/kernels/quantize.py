@@ -39,8 +39,13 @@ def stored(view: View) -> tuple[torch.Tensor, tuple[int, int, int]]:
 
 
 def writing_options(target: Target, warps: int, kind: str) -> dict[str, Any]:
-    """How a kernel that writes values of a type is launched: products that are rounded to blocks are not fused."""
-    return launch_options(target, warps) | ({"enable_fp_fusion": False} if is_quantized(kind) else {})
+    """How a kernel that writes values of a type is launched."""
+    return launch_options(target, warps) | rounding_options(kind)
+
+
+def rounding_options(*kinds: str) -> dict[str, Any]:
+    """What a launch that writes values of these types needs: products that are rounded to blocks are not fused."""
+    return {"enable_fp_fusion": False} if any(is_quantized(kind) for kind in kinds) else {}
 
 
 @triton.jit

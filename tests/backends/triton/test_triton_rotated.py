@@ -131,6 +131,35 @@ def test_it_is_what_launches_of_their_own_give(what: str, monkeypatch: pytest.Mo
         assert (found := nmse(a, b)) <= (5e-3 if s.cache[0].startswith("f8") else 10 * STEPS), found
 
 
+BLOCKS = {
+    "one token": Step(cache=("q8_0", "q8_0")),
+    "sequences": Step(n_seq=3, mode="neox", biased=True, cache=("q8_0", "q4_0"), ids=(4, -1, CELLS - 1)),
+}
+
+
+@pytest.mark.parametrize("what", BLOCKS)
+def test_the_attention_writes_a_cache_of_blocks(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where that is asked for, products rotate q and k, and the attention rounds and writes."""
+    s = BLOCKS[what]
+    for module in (rotated, rotated_fusions):
+        monkeypatch.setattr(module, "config_for", pairs)
+    monkeypatch.setenv("GRAPHRT_FUSE", "block_append")
+    graph = step(s)
+    assert kernels(graph).count(NAME) == kernels(graph).count("block_append") == s.layers
+    assert launched(graph).count("rotated_gemv") == s.layers
+    assert not {"write_rows", "rotate_and_write"} & {*launched(graph)}
+    fused = results(graph, s, get_backend("triton", exact=False))
+    for a, b in zip(fused, results(graph, s, get_backend("cpu"))):
+        assert (found := nmse(a, b)) <= 10 * STEPS, found
+
+
+def test_a_rotation_of_its_own_writes_the_cache_of_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GRAPHRT_FUSE", "block_append,projections,rope_cache")
+    s = Step(cache=("q8_0", "q8_0"), n_dims=16)
+    found = kernels(step(s))
+    assert "rope_cache" in found and not {NAME, "block_append"} & {*found}
+
+
 NOT_FORMED = {
     "a part of heads is rotated": (Step(n_dims=16), "rope_cache"),
     "a cache of blocks": (Step(cache=("f16", "q8_0")), "rope_cache"),

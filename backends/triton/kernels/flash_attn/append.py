@@ -22,13 +22,14 @@ from graphrt.backends.triton.kernels.quantize import bf16_bits, store_plain
 class NewRows(NamedTuple):
     """What one token of each sequence adds: in a kernel the first three are pointers.
 
-    k, v: f32 or f16, a head's elements side by side, k's heads too; ids: i32 or i64, the cells, none of the n_cells for
-    a token that is not written. Strides in elements: of k between sequences, of v between heads and between sequences.
+    k, v: f32 or f16, a head's elements side by side; ids: i32 or i64, the cells, none of the n_cells for a token that
+    is not written. Strides in elements, between heads and between sequences.
     """
 
     k: Any
     v: Any
     ids: Any
+    k_head: int
     k_seq: int
     v_head: int
     v_seq: int
@@ -51,16 +52,17 @@ def new_cell(new, i_seq):
 
 
 @triton.jit
-def new_rows(new, i_seq, i_kv_head, D_K: tl.constexpr):
+def new_rows(new, i_seq, i_kv_head):
     """Where a head's new k and v begin."""
     i_seq = i_seq.to(tl.int64)
-    return new.k + i_seq * new.k_seq + i_kv_head * D_K, new.v + i_seq * new.v_seq + i_kv_head * new.v_head
+    return new.k + i_seq * new.k_seq + i_kv_head * new.k_head, new.v + i_seq * new.v_seq + i_kv_head * new.v_head
 
 
 @triton.jit
-def cell_of_head(p_cache, i_seq, i_kv_head, cell, s_seq, s_head, s_cell):
-    """Where a head's first column of a cell lies. Strides in elements."""
-    return p_cache + i_seq.to(tl.int64) * s_seq + i_kv_head.to(tl.int64) * s_head + cell.to(tl.int64) * s_cell
+def cell_of_head(p_cache, i_seq, i_kv_head, cell, s_seq, s_head, s_cell, UNITS: tl.constexpr = 1):
+    """Where a head's first column of a cell lies. Strides in units, each of UNITS of the cache's elements."""
+    at = i_seq.to(tl.int64) * s_seq + i_kv_head.to(tl.int64) * s_head + cell.to(tl.int64) * s_cell
+    return p_cache + at * UNITS
 
 
 @triton.jit

@@ -42,6 +42,7 @@ from graphrt.backends.triton.kernels.flash_attn.decode_append import (
     turned_rows,
     write_row,
 )
+from graphrt.backends.triton.kernels.flash_attn.decode_blocks import copy_and_append
 from graphrt.backends.triton.kernels.flash_attn.decode_join import deliver, joined_ways
 from graphrt.backends.triton.kernels.flash_attn.decode_layouts import (
     ROWS,
@@ -186,6 +187,49 @@ def flash_attn_decode_append(
     )  # fmt: skip
 
 
+@accesses(
+    reads=(
+        "p_q p_k p_v p_mask p_sinks p_slopes p_counts p_blocks p_seen p_runs p_unit_start p_part p_counter p_k_new "
+        "p_v_new p_ids"
+    ),
+    writes="p_out p_lse p_part p_counter p_k p_v",
+    early_if={"PLAN_EARLY": "p_counts p_runs p_unit_start"},
+    uncached="p_counts p_runs p_unit_start",
+)
+@gluon.jit(
+    do_not_specialize=[
+        "n_q", "n_kv", "n_groups", "n_blocks", "n_tiles", "programs", "splits", "has_sinks", "has_lse", "sm_t", "sm_h",
+        "sm_s", "k_head", "k_seq", "v_head", "v_seq", "n_cells",
+    ]
+)  # fmt: skip
+def flash_attn_decode_blocks(
+    p_q, p_k, p_v, p_mask, p_sinks, p_slopes, p_out, p_lse, p_counts, p_blocks, p_seen, p_runs, p_unit_start, p_part,
+    p_counter, sq_t, sq_h, sq_s, sk_h, sk_s, sv_h, sv_s, sm_t, sm_h, sm_s,
+    n_q, n_kv, n_head, n_groups, n_blocks, n_tiles, m2, m3, mask_groups, programs, splits, sign, factor, softcap,
+    has_sinks, has_lse,
+    p_k_new, p_v_new, p_ids, k_head, k_seq, v_head, v_seq, n_cells,
+    sk_n: gl.constexpr, sv_n: gl.constexpr, D: gl.constexpr, K_KIND: gl.constexpr, V_KIND: gl.constexpr,
+    BLOCK_N: gl.constexpr, SOFTCAP: gl.constexpr, HAS_MASK: gl.constexpr, PACK: gl.constexpr, PER_HEAD: gl.constexpr,
+    RANGES: gl.constexpr, UNIFORM: gl.constexpr, PDL: gl.constexpr, STAGES: gl.constexpr,
+    JOIN: gl.constexpr, JOIN_PARTS: gl.constexpr, PLAN_EARLY: gl.constexpr, COLUMNS: gl.constexpr,
+    THIN: gl.constexpr, IN_RUNS: gl.constexpr,
+):  # fmt: skip
+    """flash_attn_decode, and before it the writing of a step's k and v into caches of q8_0 or q4_0, one token a
+    sequence: decode_blocks.py.
+
+    k_new, v_new: f32 or f16, of sequence s and KV head h from k_seq s + k_head h on; ids: i32 or i64, the sequences'
+    cells, none of the n_cells for a token that is not written; k, v: the caches from their first cell on.
+    """
+    decode_range(
+        p_q, p_k, p_v, p_mask, p_sinks, p_slopes, p_out, p_lse, p_counts, p_blocks, p_seen, p_runs,
+        p_unit_start, p_part, p_counter, sq_t, sq_h, sq_s, sk_h, sk_s, sv_h, sv_s, sm_t, sm_h, sm_s, n_q, n_kv,
+        n_head, n_groups, n_blocks, n_tiles, m2, m3, mask_groups, programs, splits, sign, factor, softcap,
+        has_sinks, has_lse, sk_n, sv_n, D, K_KIND, V_KIND, BLOCK_N, SOFTCAP, HAS_MASK, PACK, PER_HEAD, RANGES,
+        UNIFORM, PDL, STAGES, JOIN, JOIN_PARTS, PLAN_EARLY, COLUMNS, THIN, IN_RUNS,
+        (p_k_new, p_v_new, p_ids, k_head, k_seq, v_head, v_seq, n_cells), "blocks", 0,
+    )  # fmt: skip
+
+
 @gluon.jit
 def decode_range(
     p_q, p_k, p_v, p_mask, p_sinks, p_slopes, p_out, p_lse, p_counts, p_blocks, p_seen, p_runs, p_unit_start, p_part,
@@ -198,7 +242,9 @@ def decode_range(
     JOIN: gl.constexpr, JOIN_PARTS: gl.constexpr, PLAN_EARLY: gl.constexpr, COLUMNS: gl.constexpr,
     THIN: gl.constexpr, IN_RUNS: gl.constexpr, new, APPEND: gl.constexpr, N_DIMS: gl.constexpr,
 ):  # fmt: skip
-    """What a program of either kernel does. new: flash_attn_decode_append's rows, with APPEND."""
+    """What a program of these kernels does. new: flash_attn_decode_append's rows, with APPEND, or with "blocks" there
+    flash_attn_decode_blocks's."""
+    TURNED: gl.constexpr = "" if APPEND == "blocks" else APPEND
     W: gl.constexpr = gl.num_warps()
     NW: gl.constexpr = BLOCK_N // W
     SEES: gl.constexpr = "mask" if HAS_MASK else ""
@@ -270,12 +316,17 @@ def decode_range(
         mask = (p_mask, p_slopes, sm_t, sm_h, sm_s, m2, m3)
         gl.static_assert(APPEND == "" or not COLUMNS)
 
-        if APPEND != "" and PLAN_EARLY:  # what the step before has left of the caches is there already
+        if TURNED != "" and PLAN_EARLY:  # what the step before has left of the caches is there already
             copy_early(caches, visits, low, sk_n, sv_n, NW, D, BLOCK_N, SEES, STAGES)
         if PDL and WAIT_LATE:  # so late that all that comes before overlaps with the kernel before
             gdc_wait()
         # A buffer's copies are two groups, K's and V's; where there is no k-block left, they are empty.
-        if APPEND == "" or not PLAN_EARLY:
+        if APPEND == "blocks":
+            copy_and_append(
+                new, (p_k, k_first, p_v, v_first), caches, visits, low, n_all, i_seq, i_group, sk_n, sv_n, NW, D,
+                K_KIND, V_KIND, BLOCK_N, SEES, PDL, FIRST, STAGES,
+            )  # fmt: skip
+        elif APPEND == "" or not PLAN_EARLY:
             for i in range(STAGES):
                 copy_block(
                     caches, visits, low + i, i, sk_n, sv_n, NW, D, K_KIND, V_KIND, BLOCK_N, SEES, 0, PDL, FIRST
@@ -296,7 +347,7 @@ def decode_range(
             else:
                 m, l, acc = way_sums(
                     queries, mask, caches, visits, low, i_seq, i_group, factor, softcap, sk_n, sv_n, D, K_KIND, V_KIND,
-                    BLOCK_N, SOFTCAP, SEES, 0, PACK, PER_HEAD, PDL, STAGES, FULL, new, APPEND, N_DIMS,
+                    BLOCK_N, SOFTCAP, SEES, 0, PACK, PER_HEAD, PDL, STAGES, FULL, new, TURNED, N_DIMS,
                 )  # fmt: skip
             m, l, acc = joined_ways(m, l, acc, D, V_KIND)
             LAYOUT: gl.constexpr = gl.SliceLayout(0, join_layout(D, W, m.shape[0]))

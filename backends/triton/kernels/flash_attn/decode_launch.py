@@ -6,10 +6,16 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
+import torch
+
 from graphrt.backends.triton.accesses import Step
 from graphrt.backends.triton.kernels.flash_attn import portable
 from graphrt.backends.triton.kernels.flash_attn.configs import Config as PortableConfig
-from graphrt.backends.triton.kernels.flash_attn.decode import flash_attn_decode, flash_attn_decode_append
+from graphrt.backends.triton.kernels.flash_attn.decode import (
+    flash_attn_decode,
+    flash_attn_decode_append,
+    flash_attn_decode_blocks,
+)
 from graphrt.backends.triton.kernels.flash_attn.decode_configs import (
     Config,
     config_for,
@@ -75,6 +81,18 @@ def arguments(
     return {name: known[name] for name in flash_attn_decode.arg_names}
 
 
+def with_new_rows(appended: dict[str, Any]) -> dict[str, Any]:
+    """AttentionKernel.appended as this kernel takes it: of blocks, one after the other, the caches by words."""
+    if "new" not in appended:
+        return appended
+    new, caches = appended["new"], appended["caches"]
+    return {
+        "p_k": caches.k.view(torch.int32), "p_v": caches.v.view(torch.int32), "p_k_new": new.k, "p_v_new": new.v,
+        "p_ids": new.ids, "k_head": new.k_head, "k_seq": new.k_seq, "v_head": new.v_head, "v_seq": new.v_seq,
+        "n_cells": new.n_cells,
+    }  # fmt: skip
+
+
 def bounded(config: Config) -> dict[str, Any]:
     """The launch's option that bounds a thread's registers."""
     return {"maxnreg": config.registers} if config.registers else {}
@@ -126,8 +144,9 @@ class Decode(AttentionKernel[Problem, MaskPlan]):
         options = launch_options(self.target, self.config.warps) | bounded(self.config)
         kernel = flash_attn_decode
         if self.appended is not None:
-            kernel = flash_attn_decode_append
-            known = {name: value for name, value in known.items() if name not in ("THIN", "IN_RUNS")} | self.appended
+            kernel = flash_attn_decode_blocks if "new" in self.appended else flash_attn_decode_append
+            known |= with_new_rows(self.appended)
+            known = {name: known[name] for name in kernel.arg_names}
         main = Launch(kernel, (args["programs"],), known, options, fewer)
         if not self.shares_out or self.join[0] > 0:
             return [main]
@@ -138,6 +157,11 @@ class Decode(AttentionKernel[Problem, MaskPlan]):
         """Rows of f16 and bf16 need no rounding to blocks; warps that own columns have no rows of their own."""
         k, v = self.p.k, self.p.v
         return {k.kind, v.kind} <= {"f16", "bf16"} and not owns_columns(k.d, k.kind, v.kind)
+
+    @property
+    def why_no_blocks(self) -> str | None:
+        k, v = self.p.k.kind, self.p.v.kind
+        return None if {k, v} <= {"q8_0", "q4_0"} else f"decode writes rows of q8_0 and q4_0, these are {k} and {v}"
 
     @property
     def workers(self) -> str:

@@ -29,6 +29,7 @@ from graphrt.backends.triton.kernels.flash_attn.append import (
     with_new_key,
     write_new_rows,
 )
+from graphrt.backends.triton.kernels.flash_attn.append_blocks import is_writer, write_cell
 from graphrt.backends.triton.kernels.flash_attn.dropout import kept_weights
 from graphrt.backends.triton.kernels.flash_attn.ranges import (
     longest_first,
@@ -400,9 +401,10 @@ def flash_attn(
     q: f32; mask: f16; bias: f16, bf16 or f32; score: f32, numbers of SCORE; out: f32 [n_seq, n_q, n_head, D_V];
     lse: f32 [n_seq, n_q, n_head].
     PANEL, s_panel: see load_kv. new, caches: append.py's, of one query a sequence whose key and value this launch
-    writes; else None. counts, blocks, seen: what mask.py found; unit_start: prefix sums of the tiles' units. part:
-    scratch of stream_k.py's slots, each acc [BLOCK_M, DV0 + DV1], m [BLOCK_M], l [BLOCK_M]. RANGES: split or stream-K;
-    else whole tiles, every programs-th in the order of longest_first. REPAIR: only those whose `bad` [n_tiles + 1] is
+    writes, into panels as append.py has it, into rows as append_blocks.py does; else None. counts, blocks, seen: what
+    mask.py found; unit_start: prefix sums of the tiles' units. part: scratch of stream_k.py's slots, each acc [BLOCK_M,
+    DV0 + DV1], m [BLOCK_M], l [BLOCK_M]. RANGES: split or stream-K; else whole tiles, every programs-th in the order of
+    longest_first. REPAIR: only those whose `bad` [n_tiles + 1] is
     set; its last number counts them, run after run.
     """
     pid = tl.program_id(0)
@@ -473,6 +475,13 @@ def flash_attn(
         p_bits = p_seen + i_mask.to(tl.int64) * n_blocks * (BLOCK_N // 32)
         m, l, acc0, acc1 = no_sums(BLOCK_M, DV0, DV1, WAYS)
         cell = new_cell(new, i_seq) if new is not None else None
+        if new is not None and PANEL == 0:
+            if is_writer(cell, n_kv, p_list, low, high, n_all, BLOCK_N, HAS_MASK):
+                write_cell(
+                    new, caches, i_seq, i_kv_head, cell, sk_s, sk_h, sk_n, sv_s, sv_h, sv_n, D_K, D_V, K_KIND, V_KIND,
+                    K_ALIGNED, V_ALIGNED,
+                )  # fmt: skip
+            cell = None
 
         for PARTIAL in tl.static_range(2):  # the list has full k-blocks first
             first = tl.maximum(low, n_full) if PARTIAL else low
@@ -492,9 +501,9 @@ def flash_attn(
             m = m * factor
         if WAYS > 0:
             m, l, acc0, acc1 = join_ways(m, l, acc0, acc1, DV1)
-        if new is not None:
+        if new is not None and PANEL > 0:
             if low == 0:
-                p_k_row, p_v_row = new_rows(new, i_seq, i_kv_head, D_K)
+                p_k_row, p_v_row = new_rows(new, i_seq, i_kv_head)
                 row_q0 = load_q(p_q, p_row, m_row, sign, D_K, 0, DK0, K_KIND, K_ALIGNED, K_DOT, 0)
                 row_q1 = row_q0
                 if DK1 > 0:

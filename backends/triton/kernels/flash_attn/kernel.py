@@ -174,9 +174,20 @@ class AttentionKernel(ABC, Generic[P, L]):
 
     #: It can rotate q and k and write a step's k and v itself.
     can_append: bool = False
-    #: Arguments for that, see rope.py's appended_arguments(), or for writing k and v alone, see append_launch.py's
-    #: panel_arguments(); None: it is not asked to.
+    #: Arguments for that, see rope.py's appended_arguments(), or for writing k and v alone, see append_launch.py; None:
+    #: it is not asked to.
     appended: dict[str, Any] | None = None
+
+    @property
+    def why_no_blocks(self) -> str | None:
+        """Why it can't write a step's k and v into caches of blocks itself: a sentence, or None."""
+        return f"{self.name} has no such form"
+
+    @property
+    def has_whole_groups(self) -> bool:
+        """Each KV head of a sequence has one tile, so one program alone reads a k-block."""
+        return self.tiling.n_tiles * self.p.gqa == self.p.n_head * self.p.n_seq
+
     #: A launch behind does again what the kernel flags.
     repairs: ClassVar[bool] = False
 

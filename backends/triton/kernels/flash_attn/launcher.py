@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,13 +11,17 @@ from graphrt.backends.triton.accesses import Step
 from graphrt.backends.triton.context import Context
 from graphrt.backends.triton.device import Target
 from graphrt.backends.triton.kernels.flash_attn.append_fusions import (
+    BlockAppend,
     PanelAppend,
+    appends_to_blocks,
     appends_to_panels,
     panel_append,
+    why_blocks_apart,
     why_not_appended,
 )
-from graphrt.backends.triton.kernels.flash_attn.append_launch import panel_arguments
+from graphrt.backends.triton.kernels.flash_attn.append_launch import block_arguments, panel_arguments
 from graphrt.backends.triton.kernels.flash_attn.backward.launcher import BackLauncher
+from graphrt.backends.triton.kernels.flash_attn.block_fusions import block_append
 from graphrt.backends.triton.kernels.flash_attn.chosen import Chosen
 from graphrt.backends.triton.kernels.flash_attn.configs import Config
 from graphrt.backends.triton.kernels.flash_attn.fusions import (
@@ -40,18 +44,29 @@ from graphrt.backends.triton.kernels.flash_attn.varlen.plan import VarlenPlans
 from graphrt.backends.triton.kernels.flash_attn.varlen.problem import VarlenProblem
 from graphrt.backends.triton.kernels.rope import appended_arguments, lower_rope_cache, rope_table
 from graphrt.backends.triton.kernels.rope_fusions import RopeCacheAttention, why_apart
+from graphrt.backends.triton.kernels.rows import lower_set_rows
 from graphrt.fusion import Fusion
 from graphrt.op import made_by
 from graphrt.ops.flash_attn_ext import is_scaled
 from graphrt.tensor import Tensor
 
-#: Chosen.append of the two forms.
+#: Chosen.append of the three forms.
 ROTATED_APPEND = (
     "q and k are rotated, and k and v written into their row of the cache, in the same launch (decode_append.py)"
 )
 PANELS_APPEND = (
     "the step's k goes into its panels and its v into its row in the same launch (append.py): no program reads that "
     "cell, the first one of a tile has its key from the step's own k and v"
+)
+BLOCKS_APPEND = (
+    "the step's k and v are rounded and written into their rows in the same launch, by the one program that reads "
+    "them there, before it reads them"
+)
+
+#: Why an attention of blocks has its step's k and v written before it where nothing of its own is in the way.
+NOT_BEFORE = (
+    "the products of q and k can't rotate them, so the rotation has a launch that writes the cache too; or another "
+    "fusion has one of its nodes"
 )
 
 
@@ -60,7 +75,7 @@ class Launcher:
     lengths.
 
     schedule: forces one. config: forces the portable kernel, with that configuration. backward: the form of gradients.
-    appends: a step's rotation and append are wanted in the attention's launch, so that it is told where they are not.
+    appends: names of the fusions with a step's append that are asked for, so that it is told where they do not apply.
     chosen: what each node got, for those who ask why.
     """
 
@@ -71,7 +86,7 @@ class Launcher:
         schedule: str | None = None,
         config: Config | None = None,
         backward: str = "split",
-        appends: bool = False,
+        appends: Collection[str] = (),
     ) -> None:
         self.target = target
         self.appends = appends
@@ -103,7 +118,11 @@ class Launcher:
         if node.op == "FLASH_ATTN_EXT" and appends_to_panels(node):
             reason = why_not_appended(node) or "GRAPHRT_FUSE leaves it out, or another fusion has one of its nodes"
             self._refuse(node, "panel_append", reason)
-        elif self.appends and made_by(node["k"]).op == "SET_ROWS":
+            return
+        if node.op == "FLASH_ATTN_EXT" and "block_append" in self.appends and appends_to_blocks(node):
+            reason = why_blocks_apart(node) or NOT_BEFORE
+            self._refuse(node, "block_append", reason)
+        if "rope_cache_attention" in self.appends and made_by(node["k"]).op == "SET_ROWS":
             kernel = self.chosen[node].kernel
             reason = why_apart(node) or f"{kernel} has no such form, or the step's nodes are not as it needs them"
             self._refuse(node, "rope_cache_attention", reason)
@@ -162,6 +181,19 @@ class Launcher:
         kernel.appended = panel_arguments(found, ctx)
         steps = self._planned(p, kernel, refused)
         self._tell(found.attention, append=PANELS_APPEND)
+        return steps
+
+    def block_append(self, found: BlockAppend, ctx: Context) -> list[Step]:
+        """The launches of an attention over caches of blocks whose first one writes the step's k and v too; or, where
+        its kernel has no such form, behind those that write them."""
+        p = Problem(attention_of(found.attention), self.place)
+        kernel, refused = self._kernel_of(p)
+        if (reason := kernel.why_no_blocks) is not None:
+            before = [*lower_set_rows([found.k_set], ctx), *lower_set_rows([found.v_set], ctx)]
+            return before + self._planned(p, kernel, {**refused, "block_append": reason})
+        kernel.appended = block_arguments(found, ctx)
+        steps = self._planned(p, kernel, refused)
+        self._tell(found.attention, append=BLOCKS_APPEND)
         return steps
 
     def _kernel_of(self, p: Problem) -> tuple[AttentionKernel[Problem, MaskPlan], dict[str, str]]:
@@ -231,3 +263,5 @@ ATTENTION_LSE = Fusion("attention_lse", attention_lse, exact=True)
 ATTENTION_BACK = Fusion("attention_back", attention_back, exact=True)
 #: Likewise, behind attention_lse, which would compute the scores once more without it.
 PANEL_APPEND = Fusion("panel_append", panel_append)
+#: What ROPE_CACHE does in one launch is then in those before and behind it. Not timed yet, so it is asked for by name.
+BLOCK_APPEND = Fusion("block_append", block_append)

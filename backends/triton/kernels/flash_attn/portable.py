@@ -20,6 +20,7 @@ from graphrt.backends.triton.kernels.flash_attn.mask_plan import MaskPlan
 from graphrt.backends.triton.kernels.flash_attn.problem import Problem, Tiling
 from graphrt.backends.triton.kernels.flash_attn.score_code import function_of, numbers_of
 from graphrt.backends.triton.kernels.flash_attn.tiles import same_order
+from graphrt.backends.triton.kernels.quantize import rounding_options
 from graphrt.backends.triton.launch import Launch, launch_options
 from graphrt.backends.triton.memory import TORCH_TYPES
 from graphrt.ops.soft_max import alibi_slopes
@@ -50,10 +51,16 @@ class Forward(AttentionKernel[Problem, MaskPlan]):
     def per_sm(self) -> int:
         return self.config.per_sm
 
+    @property
+    def why_no_blocks(self) -> str | None:
+        return None if self.has_whole_groups else "tiles that share a KV head would read the cell while one writes it"
+
     def launches(self, plan: MaskPlan | None, plan_is_old: bool, scratch: Scratch) -> list[Step]:
         part = scratch.part(self.choice.scratch_bytes)
         args = main_arguments(self.p, self.tiling, self.config, self.choice, plan, part, self.target)
         main = main_launch(args | (self.appended or {}), self.config, self.target)
+        if self.appended is not None:
+            main.options.update(rounding_options(self.p.k.kind, self.p.v.kind))
         return [main, fixup_launch(args, self.tiling, self.p, self.target)] if self.shares_out else [main]
 
     @property

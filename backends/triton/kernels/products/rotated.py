@@ -27,10 +27,11 @@ MAX_EARLY = 4
 
 @dataclass(frozen=True, eq=False)
 class Cells:
-    """Where new k and v go. ids: i32 or i64, of n_new tokens of each sequence, by the strides s_id and s_id_seq; k, v:
-    caches of n_cells rows a sequence, by the strides s_k and s_k_seq, as quantize.stored() has them, of these kinds."""
+    """Where new k and v go. ids: i32 or i64, of n_new tokens of each sequence, by the strides s_id and s_id_seq, None
+    for rows of the tokens' own; k, v: caches of n_cells rows a sequence, by the strides s_k and s_k_seq, as
+    quantize.stored() has them, of these kinds."""
 
-    ids: torch.Tensor
+    ids: torch.Tensor | None
     s_id: int
     s_id_seq: int
     n_new: int
@@ -51,6 +52,12 @@ class Cells:
             ids.data, ids.strides[0], ids.strides[1], ids.ne[0], k_cache.ne[1], k, s_k, s_k_seq, k_cache.kind,
             v, s_v, s_v_seq, v_cache.kind,
         )  # fmt: skip
+
+    @classmethod
+    def of_tokens(cls, k: View, v: View) -> Cells:
+        """k: f32 [head size, heads, tokens], v: f32 [head size * heads, tokens]."""
+        n = k.ne[2]
+        return cls(None, 0, 0, n, n, k.data, k.strides[2], 0, "f32", v.data, v.strides[1], 0, "f32")
 
 
 def rotated_launch(
@@ -81,7 +88,10 @@ def lower_rotated_projections(found: RotatedProjections, ctx: Context) -> list[S
     table, steps = rope_table(cache.q, ctx)
     early = not steps
     q = ctx.view(cache.q)
-    cells = Cells.of(*(ctx.view(t) for t in (cache.k_set["ids"], cache.k_set["target"], cache.v_set["target"])))
+    if found.in_rows:
+        cells = Cells.of_tokens(ctx.view(cache.k), ctx.view(found.v_out))
+    else:
+        cells = Cells.of(*(ctx.view(t) for t in (cache.k_set["ids"], cache.k_set["target"], cache.v_set["target"])))
     segments = []
     outs = ((q.data, q.strides[2]), (cells.k, cells.s_k), (cells.v, cells.s_v))
     for p, (out, stride) in zip(part.products, outs, strict=True):
