@@ -38,6 +38,11 @@ OVERLAP = Variable(
     "bands of tokens in which a prompt's products before a sum over ranks are made, so that the sum of one is under "
     "way while the next is multiplied, such as 4, 0 for none", "0",
 )  # fmt: skip
+SUM_BITS = Variable(
+    "GRAPHRT_SUM_BITS", "--sum-bits", "BITS",
+    "bits of an element of what GPUs of one host write to each other of a step of many rows, 32 or 16 (beside a scale "
+    "of 32 elements)", "32",
+)  # fmt: skip
 KERNEL_CACHE = Variable(
     "GRAPHRT_KERNEL_CACHE", "--kernel-cache", "FOLDER", "folder of compiled CPU kernels, 0 for none",
     "kernels in the folder above",
@@ -50,7 +55,7 @@ def cache_folder(name: str) -> str | None:
     return None if folder is None else os.path.join(folder, name)
 
 
-VARIABLES = (CACHE, FUSE, KEEP_WEIGHTS, OVERLAP, KERNEL_CACHE)
+VARIABLES = (CACHE, FUSE, KEEP_WEIGHTS, OVERLAP, SUM_BITS, KERNEL_CACHE)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -18,10 +18,11 @@ import triton.language as tl
 from graphrt.backends.triton.accesses import Call, accesses
 from graphrt.backends.triton.context import Context, Step
 from graphrt.backends.triton.kernels.common.pdl import take_turn
-from graphrt.backends.triton.kernels.joined import join_launch, shots
+from graphrt.backends.triton.kernels.joined import FLAGGED, bits_of, join_launch, shots
 from graphrt.backends.triton.kernels.joined_fusions import why_apart, why_not_by_peers
 from graphrt.backends.triton.kernels.overlapped_fusions import BANDS
 from graphrt.backends.triton.launch import Launch, launch_options
+from graphrt.env import SUM_BITS
 from graphrt.ops.collectives import is_played
 from graphrt.ops.send_recv import on_link
 from graphrt.peers import Peers
@@ -100,14 +101,17 @@ def _views(node: Tensor, ctx: Context) -> list[torch.Tensor]:
     return [ctx.view(t).torch() for t in node.sources()]
 
 
-def joined_choice(node: Tensor) -> Choice:
-    """How an ALL_REDUCE is added up, and why so."""
+def joined_choice(node: Tensor, exact: bool = False) -> Choice:
+    """How an ALL_REDUCE is added up, and why so. exact: results are to be."""
     p, kb = node.params, -(-node.data_nbytes // 1024)
     alone, apart = why_not_by_peers(node), why_apart(node)
     if alone is None and apart is None:
         n = shots(p.ranks, node.data_nbytes)
         each = "every rank writes its part to all others" if n == 1 else "a row's owner adds up and writes the sum"
         reason = f"{kb} KB over {p.ranks} ranks whose GPUs share memory: {each}, in the launch that goes on with it"
+        shared = peers(p.ranks)
+        if isinstance(shared, Peers) and bits_of(shared, node.data_nbytes >= FLAGGED, exact) == 16:
+            reason += f"; {SUM_BITS.flag} 16: elements travel in 16 bits"
         return Choice("join_rows, one shot" if n == 1 else "join_rows, two shots", [reason])
     refused = {"a launch that writes to other ranks": apart or alone or ""}
     if is_played(node):
@@ -124,10 +128,11 @@ def lower_all_reduce(nodes: Sequence[Tensor], ctx: Context) -> list[Step]:
     a piece, and pieces are handed on."""
     node = nodes[0]
     sources, ranks, out = _views(node, ctx), int(node.params.ranks), ctx.view(node).data
-    ctx.choices[node] = joined_choice(node)
+    ctx.choices[node] = joined_choice(node, ctx.exact)
     shared = peers(ranks) if why_not_by_peers(node) is None and why_apart(node) is None else None
     if isinstance(shared, Peers):
-        return [join_launch(ctx.target, sources[0].reshape(-1, node.ne[0]), ranks, shared, out.view(-1, node.ne[0]))]
+        x, total = sources[0].reshape(-1, node.ne[0]), out.view(-1, node.ne[0])
+        return [join_launch(ctx.target, x, ranks, shared, total, exact=ctx.exact)]
     if is_played(node) or node.data_nbytes <= ONE_SHOT:
         parts, steps = parts_side_by_side(sources, ranks, ctx)
         return [*steps, _sum(parts, out, ctx)]
