@@ -21,7 +21,7 @@ from graphrt.models.engine import MAX_AHEAD, Ids
 from graphrt.models.guesses import Guesser, Pace
 from graphrt.models.paged_steps import PagedSteps
 from graphrt.models.sampling_device import Drawn, candidates
-from graphrt.models.step_chosen import ChosenStep, Rows
+from graphrt.models.step_chosen import Chooser, ChosenStep, Rows
 from graphrt.models.step_paged import StepSize
 from graphrt.models.step_times import StepTime
 
@@ -212,11 +212,11 @@ class ContinuousBatch:
         step = engine.choosing(plan.size, most, adapted=engine.is_adapted(new))
         given = np.concatenate([read.ids for read in reads if read.ids is not None] or [np.zeros(0, np.int32)])
         wanted = np.arange(n, dtype=np.int32) if every else np.cumsum(counts, dtype=np.int32) - 1
-        step.reads.write(new, sources_of(engine, reads, n), wanted, plan.prefixes.groups)
+        of_rows = rows_of(engine, reads, every=every)
+        step.reads.write(new, sources_of(engine, reads, n), wanted, plan.prefixes.groups, of_rows.targets)
         if len(given):
             buffer, offset = step.reads.exe.place(engine.board)
             buffer.write(offset + 4 * engine.given_at, given.view(np.uint8))
-        of_rows = rows_of(engine, reads, every=every)
         rows = (np.cumsum(counts) - counts).tolist() if every else [read.of.seq for read in reads]
         for read in reads:
             if read.ids is not None:
@@ -235,8 +235,15 @@ class ContinuousBatch:
         queued.seconds = stopped()
 
     def _choose(self, queued: Queued) -> None:
-        """Queues the choice of a step's tokens, and their way to the host. Where a sequence has ended since, another
-        one may have its number, which is left alone."""
+        """Queues the choice of a step's tokens, unless it makes that itself, and their way to the host. Where a sequence
+        has ended since, another one may have its number, which is left alone."""
+        if queued.step.chooser is not None:
+            self._choose_by(queued.step.chooser, queued)
+        n = len(queued.of_rows.slots) if queued.start else self.engine.n_seq
+        buffer, offset = queued.step.reads.exe.place(self.engine.board)
+        queued.answer = buffer.read_later(offset + 4 * queued.start, 4 * n)
+
+    def _choose_by(self, chooser: Chooser, queued: Queued) -> None:
         self._allow(queued.reads)
         rows, gone, at = queued.of_rows, set[int](), 0
         for read in queued.reads:
@@ -244,10 +251,7 @@ class ContinuousBatch:
             if self._going.get(read.of.seq) is not read.of:
                 gone.update(range(at, at + n))
             at += n
-        queued.step.chooser.choose(rows.without(gone) if gone else rows)
-        n = len(rows.slots) if queued.start else self.engine.n_seq
-        buffer, offset = queued.step.reads.exe.place(self.engine.board)
-        queued.answer = buffer.read_later(offset + 4 * queued.start, 4 * n)
+        chooser.choose(rows.without(gone) if gone else rows)
 
     def _allow(self, reads: Sequence[Read]) -> None:
         """Has the device know what grammars let through, and what DRY takes off. Sequences that fail by it end."""

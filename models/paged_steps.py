@@ -11,6 +11,7 @@ import numpy as np
 
 from graphrt.backend import Backend, Usage
 from graphrt.backends.cpu import threads
+from graphrt.env import CHOOSE_WITHIN
 from graphrt.errors import SessionError
 from graphrt.execute import Executable, prepare
 from graphrt.graph import Graph
@@ -106,6 +107,8 @@ class PagedSteps(AnyEngine[PagedCache, PagedStep]):
     def choosing(self, size: StepSize, most: int = 0, *, adapted: bool = False) -> ChosenStep:
         """The same that finds its tokens on the board and leaves the next ones there, the likeliest or, with `most`,
         those that the sequences' tables say, of so many candidates."""
+        if not most and size.n_tokens <= self.choose_within:
+            return ChosenStep(self._choosing_itself(size, adapted), None)
         n, decoder, scores = size.n_outputs, self.decoder, self.scores(size.n_outputs)
 
         def make() -> PagedStep:
@@ -119,6 +122,22 @@ class PagedSteps(AnyEngine[PagedCache, PagedStep]):
 
         reads = self._prepared.made((size, adapted, "board"), make)
         return ChosenStep(reads, self._choosers.made((n, most), make_chooser))
+
+    def _choosing_itself(self, size: StepSize, adapted: bool) -> PagedStep:
+        """One that chooses the likeliest in its own graph."""
+
+        def make() -> PagedStep:
+            gates, keep_logits = self._gates(adapted), not self.home.asynchronous
+            made = self.decoder.paged_chosen(self.board, size, self.cache, gates, keep_logits=keep_logits)
+            return PagedStep(made[0], prepare(made[1], self.backends))
+
+        return self._prepared.made((size, adapted, "chosen"), make)
+
+    @cached_property
+    def choose_within(self) -> int:
+        """Tokens of a step up to which it chooses the likeliest next ones itself. Raises SessionError for a setting
+        that is no number."""
+        return CHOOSE_WITHIN.count(SessionError)
 
     @cached_property
     def _choosers(self) -> Recent[Hashable, Chooser]:
@@ -220,6 +239,7 @@ class PagedSteps(AnyEngine[PagedCache, PagedStep]):
     def draws_ahead(self, sampling: SampleParams) -> bool:
         size = self.largest_size(self.n_seq, self.n_seq)
         chooser = self.choosing(size, candidates([RowSettings.of(sampling)])).chooser
+        assert chooser is not None  # which is None of steps that choose the likeliest alone
         return super().draws_ahead(sampling) and len(chooser.exe.splits) == 1
 
     # ---- reading ----

@@ -39,7 +39,8 @@ class PagedInputs(Inputs[PagedCache]):
     token of each sequence; lengths: i32 [n], tokens of each, the new ones included; tables: by kind of cells, i32
     [n_blocks, n], the pages of each; prefixes: i32 [3, n_groups], what sequences share of the kind "full", None where
     nothing is read once; owners: i32 [n_tokens], the engine's sequence of each token, None where no adapters are asked
-    for.
+    for; targets: i64 [n_outputs], the row of the board that gets the token chosen after each wanted one, -1 for none,
+    None where the step's graph chooses nothing.
     """
 
     source: Tensor | None
@@ -48,6 +49,7 @@ class PagedInputs(Inputs[PagedCache]):
     tables: Mapping[str, Tensor]
     prefixes: Tensor | None
     owners: Tensor | None
+    targets: Tensor | None = None
 
     @classmethod
     def of(
@@ -57,8 +59,10 @@ class PagedInputs(Inputs[PagedCache]):
         board: Tensor | None = None,
         *,
         gates: Tensor | None = None,
+        chooses: bool = False,
     ) -> PagedInputs:
-        """New inputs. board: where the tokens are found; gates: of adapters, f32 [R, sequences of the engine]."""
+        """New inputs. board: where the tokens are found; gates: of adapters, f32 [R, sequences of the engine]; chooses:
+        the next tokens are chosen too."""
         (n_tokens, n, n_outputs, n_blocks, n_groups), kinds = size, cache.kinds
         if board is None:
             source, tokens = None, new_input("i32", n_tokens, name="inp_tokens")
@@ -80,6 +84,7 @@ class PagedInputs(Inputs[PagedCache]):
             {k: new_input("i32", n_blocks, n, name=f"attn_inp_pages{SUFFIX[k]}") for k in kinds},
             new_input("i32", 3, n_groups, name="attn_inp_prefixes") if n_groups else None,
             owners,
+            new_input("i64", n_outputs, name="inp_targets") if chooses else None,
         )
 
     @property
@@ -111,6 +116,11 @@ class PagedInputs(Inputs[PagedCache]):
         )
 
 
+def padded(targets: Sequence[int], n: int) -> npt.NDArray[np.int64]:
+    """Rows of a board as an input of n: what is behind them goes nowhere."""
+    return np.array([*targets, *[-1] * (n - len(targets))], np.int64)
+
+
 class PagedStep(AnyStep[PagedInputs]):
     """One over pages."""
 
@@ -120,15 +130,18 @@ class PagedStep(AnyStep[PagedInputs]):
         tokens: npt.NDArray[np.int32] | None = None,
         rows: npt.NDArray[np.int32] | None = None,
         prefixes: Sequence[Prefix] = (),
+        targets: Sequence[int] = (),
     ) -> None:
         """Fills the inputs; what is left out stays as it is. new: how many of each sequence's last tokens are read, in
         the order in which they lie in `tokens`; they have cells already. tokens: their ids, or where they are found on
         the board; rows: indices among these; both may be shorter than the step's own. prefixes: of sequences by their
-        places in `new`."""
+        places in `new`; targets: where the tokens chosen after `rows` go, of a step that chooses."""
         inputs = self.inputs
         read = inputs.tokens if inputs.source is None else inputs.source
         shared = np.array([number for prefix in prefixes for number in prefix], np.int32)
         given = self.fill({read: tokens, inputs.rows: rows, inputs.prefixes: shared})
+        if inputs.targets is not None:
+            given += self.fill({inputs.targets: padded(targets, inputs.targets.ne[0])})
         self.filled([*given, *self._place(new)])
 
     def _place(self, new: Mapping[int, int]) -> list[Tensor]:

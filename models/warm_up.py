@@ -103,7 +103,8 @@ def compile_ahead(engine: PagedEngine, ways: Sequence[Way], threads: int) -> Non
         for size, n_candidates, has_adapters in ways:
             step = engine.choosing(size, n_candidates, adapted=has_adapters)
             step.reads.exe.compile_ahead()
-            step.chooser.exe.compile_ahead()
+            if step.chooser is not None:
+                step.chooser.exe.compile_ahead()
             advance()
 
 

@@ -114,6 +114,17 @@ class Decoder(Transformer):
         kept = ops.cpy(logits, ops.view(scores, (self.hp.n_vocab, size.n_outputs)), name="scores")
         return inputs, Graph(kept, *([logits] if keep_logits else []))
 
+    def paged_chosen(
+        self, board: Tensor, size: StepSize, cache: PagedCache, gates: Tensor | None = None, *,
+        keep_logits: bool = False,
+    ) -> tuple[PagedInputs, Graph]:  # fmt: skip
+        """paged_scored() and the choices() of the likeliest as one graph, which keeps no logits unless asked to."""
+        inputs = PagedInputs.of(cache, size, board, gates=gates, chooses=True)
+        assert inputs.targets is not None
+        logits = self.result(inputs)
+        chosen = self._put(ops.argmax(logits), inputs.targets, board)
+        return inputs, Graph(chosen, *([logits] if keep_logits else []))
+
     def choices(
         self, scores: Tensor, n: int, board: Tensor, tables: SampleTables | None = None, most: int = 0
     ) -> tuple[RowInputs, Graph]:
