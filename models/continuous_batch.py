@@ -235,8 +235,7 @@ class ContinuousBatch:
         queued.seconds = stopped()
 
     def _choose(self, queued: Queued) -> None:
-        """Queues the choice of a step's tokens, unless it makes that itself, and their way to the host. Where a sequence
-        has ended since, another one may have its number, which is left alone."""
+        """Queues the choice of a step's tokens, unless the step makes it, and their way to the host."""
         if queued.step.chooser is not None:
             self._choose_by(queued.step.chooser, queued)
         n = len(queued.of_rows.slots) if queued.start else self.engine.n_seq
@@ -244,6 +243,8 @@ class ContinuousBatch:
         queued.answer = buffer.read_later(offset + 4 * queued.start, 4 * n)
 
     def _choose_by(self, chooser: Chooser, queued: Queued) -> None:
+        """Queues the choice. Where a sequence has ended since the step was, another one may have its number, which is
+        left alone."""
         self._allow(queued.reads)
         rows, gone, at = queued.of_rows, set[int](), 0
         for read in queued.reads:

@@ -48,6 +48,11 @@ def join_of(main: dict[str, Any], t: Any, config: Config) -> tuple[int, int]:
         return 0, 0
     if any(main[kind] not in ("f16", "bf16") for kind in ("K_KIND", "V_KIND")):
         return 0, 0
+    return joined(rows, most, d, config)
+
+
+def joined(rows: int, most: int, d: int, config: Config) -> tuple[int, int]:
+    """join_of's for at most so many parts of so many rows, (0, 0) where they are too many bytes."""
     if rows * (d + 2) * most * 4 > JOIN_BYTES:
         return 0, 0
     return rows, max(32 // rows, min(1 << (most - 1).bit_length(), 128 * 32 * config.warps // (rows * d)))
