@@ -49,8 +49,8 @@ OVERLAP = Variable(
 )  # fmt: skip
 CHOOSE_WITHIN = Variable(
     "GRAPHRT_CHOOSE_WITHIN", "--choose-within", "TOKENS",
-    "tokens of a server's step up to which the step itself chooses the next ones, where all are the likeliest, such as "
-    "1; a second graph chooses those of larger steps", "0",
+    "tokens of a server's step up to which the step itself chooses the next ones, unless they wait for a grammar, such "
+    "as 1; a second graph chooses those of larger steps", "0",
 )  # fmt: skip
 JOIN_WITHIN = Variable(
     "GRAPHRT_JOIN_WITHIN", "--join-within", "TOKENS",

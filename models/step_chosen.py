@@ -1,11 +1,10 @@
 """A step that leaves next tokens on a board, as two graphs: the first leaves logits, the second chooses. What the
 choice needs, such as a grammar's mask, may become known while the device reads the tokens; and few graphs serve all
-ways to choose. Where the likeliest are taken one graph can do both: it is begun once, with one copy of inputs, and its
+ways to choose. Where nothing is waited for one graph can do both: it is begun once, with one copy of inputs, and its
 logits need not be kept."""
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -14,27 +13,11 @@ import numpy as np
 import numpy.typing as npt
 
 from graphrt.execute import Executable
+from graphrt.models.choice_rows import Rows
 from graphrt.models.sampling_device import RowInputs
 from graphrt.models.step import Filled
-from graphrt.models.step_paged import PagedStep, padded
+from graphrt.models.step_paged import PagedStep
 from graphrt.tensor import Tensor
-
-
-class Rows(NamedTuple):
-    """What rows' tokens are chosen by, a number of each row. slots: its column of the tables; lengths: tokens of its
-    text; uniforms: two numbers that it is drawn by; places: where it is put among what was said; targets: the board's
-    row for it; -1 for nowhere."""
-
-    slots: list[int]
-    lengths: list[int]
-    uniforms: list[tuple[float, float]]
-    places: list[int]
-    targets: list[int]
-
-    def without(self, gone: Container[int]) -> Rows:
-        """The same, but that the tokens of these rows go nowhere."""
-        places, targets = ([-1 if i in gone else n for i, n in enumerate(each)] for each in self[3:])
-        return self._replace(places=places, targets=targets)
 
 
 @dataclass(frozen=True)
@@ -52,14 +35,7 @@ class Chooser(Filled):
     def _fill(self, rows: Rows) -> None:
         """Has the inputs that the graph reads hold what rows say. Where they do already, as from step to step of texts
         whose likeliest tokens are taken, nothing is copied: a copy on a device waits for its turn there."""
-        inputs, n = self.inputs, self.inputs.slots.ne[0]
-        values: Mapping[Tensor, npt.NDArray[np.generic]] = {
-            inputs.slots: np.array(rows.slots, np.int32),
-            inputs.lengths: np.array(rows.lengths, np.int32),
-            inputs.uniforms: np.array(rows.uniforms, np.float64),
-            inputs.places: padded(rows.places, n),
-            inputs.targets: padded(rows.targets, n),
-        }
+        values = rows.values(self.inputs)
         asked: dict[Tensor | None, npt.NDArray[np.generic] | None] = {
             leaf: value for leaf, value in values.items() if leaf in self._asked
         }

@@ -12,8 +12,10 @@ import numpy.typing as npt
 from graphrt import ops
 from graphrt.models.attention import AttentionParams
 from graphrt.models.cache_paged import PagedCache, cells_at
+from graphrt.models.choice_rows import Rows
 from graphrt.models.paging.pool import GONE
 from graphrt.models.paging.prefixes import Prefix
+from graphrt.models.sampling_device import RowInputs
 from graphrt.models.step import SUFFIX, AnyStep, Inputs
 from graphrt.tensor import Tensor, new_input
 
@@ -39,8 +41,7 @@ class PagedInputs(Inputs[PagedCache]):
     token of each sequence; lengths: i32 [n], tokens of each, the new ones included; tables: by kind of cells, i32
     [n_blocks, n], the pages of each; prefixes: i32 [3, n_groups], what sequences share of the kind "full", None where
     nothing is read once; owners: i32 [n_tokens], the engine's sequence of each token, None where no adapters are asked
-    for; targets: i64 [n_outputs], the row of the board that gets the token chosen after each wanted one, -1 for none,
-    None where the step's graph chooses nothing.
+    for; choice: what the tokens after wanted ones are chosen by, None where the step's graph chooses nothing.
     """
 
     source: Tensor | None
@@ -49,7 +50,7 @@ class PagedInputs(Inputs[PagedCache]):
     tables: Mapping[str, Tensor]
     prefixes: Tensor | None
     owners: Tensor | None
-    targets: Tensor | None = None
+    choice: RowInputs | None = None
 
     @classmethod
     def of(
@@ -84,7 +85,7 @@ class PagedInputs(Inputs[PagedCache]):
             {k: new_input("i32", n_blocks, n, name=f"attn_inp_pages{SUFFIX[k]}") for k in kinds},
             new_input("i32", 3, n_groups, name="attn_inp_prefixes") if n_groups else None,
             owners,
-            new_input("i64", n_outputs, name="inp_targets") if chooses else None,
+            RowInputs.of(n_outputs) if chooses else None,
         )
 
     @property
@@ -116,11 +117,6 @@ class PagedInputs(Inputs[PagedCache]):
         )
 
 
-def padded(targets: Sequence[int], n: int) -> npt.NDArray[np.int64]:
-    """Rows of a board as an input of n: what is behind them goes nowhere."""
-    return np.array([*targets, *[-1] * (n - len(targets))], np.int64)
-
-
 class PagedStep(AnyStep[PagedInputs]):
     """One over pages."""
 
@@ -130,18 +126,18 @@ class PagedStep(AnyStep[PagedInputs]):
         tokens: npt.NDArray[np.int32] | None = None,
         rows: npt.NDArray[np.int32] | None = None,
         prefixes: Sequence[Prefix] = (),
-        targets: Sequence[int] = (),
+        choice: Rows | None = None,
     ) -> None:
         """Fills the inputs; what is left out stays as it is. new: how many of each sequence's last tokens are read, in
         the order in which they lie in `tokens`; they have cells already. tokens: their ids, or where they are found on
         the board; rows: indices among these; both may be shorter than the step's own. prefixes: of sequences by their
-        places in `new`; targets: where the tokens chosen after `rows` go, of a step that chooses."""
+        places in `new`; choice: what the tokens after `rows` are chosen by, of a step that chooses."""
         inputs = self.inputs
         read = inputs.tokens if inputs.source is None else inputs.source
         shared = np.array([number for prefix in prefixes for number in prefix], np.int32)
         given = self.fill({read: tokens, inputs.rows: rows, inputs.prefixes: shared})
-        if inputs.targets is not None:
-            given += self.fill({inputs.targets: padded(targets, inputs.targets.ne[0])})
+        if inputs.choice is not None and choice is not None:
+            given += self.fill({leaf: value for leaf, value in choice.values(inputs.choice).items()})
         self.filled([*given, *self._place(new)])
 
     def _place(self, new: Mapping[int, int]) -> list[Tensor]:

@@ -1,9 +1,10 @@
-"""Steps that choose the likeliest next tokens in their own graph (--choose-within): the same tokens and the same bits
+"""Steps that choose the next tokens in their own graph (--choose-within): the same tokens and the same bits
 of all logits as by a graph of its own, and no more copies to the device than a step's inputs; what a chooser's inputs
 hold already isn't copied again."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +24,7 @@ from graphrt.models.engine import SessionOptions
 from graphrt.models.engine_paged import PagedEngine
 from graphrt.models.prompt_lookup import PromptLookup
 from graphrt.models.sampling import Sampler, Uniforms
-from graphrt.models.sampling_device import Drawn, drawn
+from graphrt.models.sampling_device import LIKELIEST, Drawn, drawn
 from graphrt.models.sampling_params import SamplerParams
 from graphrt.models.step import AnyStep, Filled, Logits
 from graphrt.models.step_chosen import Chooser
@@ -52,9 +53,9 @@ def engine_of(model: Model, monkeypatch: pytest.MonkeyPatch, within: int, n_seq:
     return poisoned(engine)
 
 
-def ways(engine: PagedEngine) -> set[str]:
-    """The kinds of prepared steps that find their tokens on the board."""
-    return {key[2] for key in engine._prepared if len(key) == 3}
+def ways(engine: PagedEngine) -> set[Any]:
+    """The kinds of prepared steps that find their tokens on the board, those that choose by their candidates."""
+    return {key[-1] for key in engine._prepared if isinstance(key, tuple)}
 
 
 def likeliest(model: Model, ids: list[int], n: int) -> list[int]:
@@ -65,6 +66,22 @@ def likeliest(model: Model, ids: list[int], n: int) -> list[int]:
     return found
 
 
+class LetsAll:
+    """A grammar that lets all tokens through."""
+
+    def __init__(self, n_vocab: int) -> None:
+        self.n_vocab = n_vocab
+
+    def mask(self) -> np.ndarray:
+        return np.ones(self.n_vocab, bool)
+
+    def bits(self) -> np.ndarray:
+        return np.full(-(-self.n_vocab // 32), 0xFFFFFFFF, np.uint32)
+
+    def accept(self, token: int) -> None:
+        """Nothing follows from it."""
+
+
 Add = Callable[[ContinuousBatch, int], None]
 
 
@@ -72,23 +89,48 @@ def greedy(batch: ContinuousBatch, seq: int) -> None:
     batch.add(seq, [5 + seq, 7, 9 * seq], 8)
 
 
-def mixed(batch: ContinuousBatch, seq: int) -> None:
-    """One text's tokens are drawn while others' are the likeliest."""
-    how = Drawn() if seq else drawn(Sampler(SamplerParams(temp=1.5, top_k=40, seed=4)), 96)
+def drawn_by(**changed: Any) -> Drawn:
+    how = drawn(Sampler(SamplerParams(temp=0.0).changed(changed)), 96)
     assert how is not None
-    batch.add(seq, [5 + seq, 7, 9 * seq], 8 if seq else 4, how)
+    return how
+
+
+def mixed(batch: ContinuousBatch, seq: int) -> None:
+    """A text's tokens are drawn, another one's are the likeliest of some, and one's of all."""
+    how = drawn_by(**[{}, {"temp": 1.5, "top_k": 40, "seed": 4}, {"logit_bias": {7: -math.inf}}][seq])
+    batch.add(seq, [5 + seq, 7, 9 * seq], [8, 4, 12][seq], how)
+
+
+def edited(batch: ContinuousBatch, seq: int) -> None:
+    """Likeliest tokens after edits, with a memory of what was said."""
+    batch.add(seq, [5 + seq, 7, 9 * seq], 8, drawn_by(logit_bias={7: -math.inf, 9: 2.5}, frequency_penalty=0.7))
 
 
 def guessed(batch: ContinuousBatch, seq: int) -> None:
     ids = [3, 4, 5, 3, 4] if seq else [6, 7]
-    batch.add(seq, ids, 12, guesser=PromptLookup(ids, 4) if seq < 2 else None)
+    batch.add(seq, ids, 8, guesser=PromptLookup(ids, 4) if seq < 2 else None)
 
 
-@pytest.mark.parametrize(("add", "within"), [(greedy, 15), (mixed, 1), (guessed, 15)])
-def test_tokens_are_the_same(llama: Model, ahead: None, monkeypatch: pytest.MonkeyPatch, add: Add, within: int) -> None:
+def masked(batch: ContinuousBatch, seq: int) -> None:
+    """A text that waits for a grammar's masks, beside others."""
+    grammar = LetsAll(batch.engine.decoder.hp.n_vocab) if seq == 1 else None
+    batch.add(seq, [5 + seq, 7, 9 * seq], 8 if seq else 5, Drawn(matcher=grammar))
+
+
+#: How texts are added, up to how many tokens a step chooses itself, and the ways of steps that there are then.
+ADDED: list[tuple[Add, int, set[Any]]] = [
+    (greedy, 15, {0}), (mixed, 1, {"board", LIKELIEST, 64}), (mixed, 15, {0, LIKELIEST, 64}),
+    (edited, 15, {LIKELIEST}), (guessed, 15, {0}), (masked, 15, {"board", 0}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("add", "within", "forms"), ADDED)
+def test_tokens_are_the_same(
+    llama: Model, ahead: None, monkeypatch: pytest.MonkeyPatch, add: Add, within: int, forms: set[Any]
+) -> None:
     """Texts that come one after the other, and one that takes an ended one's number while steps are queued."""
     found = list[list[Any]]()
-    for most, forms in ((0, {"board"}), (within, {"board", "chosen"} if add is mixed else {"chosen"})):
+    for most, used in ((0, {"board"}), (within, forms)):
         engine, told = engine_of(llama, monkeypatch, most), list[Any]()
         with ContinuousBatch(engine) as batch:
             for seq in (1, 0, 2):  # a row of nobody is a copy of the first one
@@ -101,7 +143,7 @@ def test_tokens_are_the_same(llama: Model, ahead: None, monkeypatch: pytest.Monk
                 told.append(batch.step())
         tokens = {seq: [t for step in told for t in step.get(seq, ())] for seq in range(3)}
         found.append([tokens, [engine.tokens(seq) for seq in range(3)]])
-        assert ways(engine) == forms, "each where it is meant to be"
+        assert ways(engine) == used, "each where it is meant to be"
     assert found[0] == found[1]
     if add is greedy:
         for seq in range(2):
@@ -124,7 +166,7 @@ def test_logits_are_the_same_bits(llama: Model, monkeypatch: pytest.MonkeyPatch)
             while batch.going:
                 batch.step()
         seen.append(rows)
-        assert ways(engine) == {"chosen" if within else "board"}
+        assert ways(engine) == {0 if within else "board"}
     assert len(seen[0]) == 8
     for a, b in zip(*seen, strict=True):
         assert np.array_equal(a.view(np.uint32), b.view(np.uint32))
@@ -178,11 +220,13 @@ def test_warm_up_has_the_form(llama: Model, ahead: None, monkeypatch: pytest.Mon
     engine = engine_of(llama, monkeypatch, 1)
     warm_up(engine)
     before = set(engine._prepared)
-    with ContinuousBatch(engine) as batch:
-        batch.add(0, [3], 12)
-        while batch.going:
-            batch.step()
-    assert set(engine._prepared) == before and "chosen" in ways(engine)
+    for how in Drawn(), drawn_by(logit_bias={7: -math.inf}):
+        with ContinuousBatch(engine) as batch:
+            batch.add(0, [3], 12, how)
+            while batch.going:
+                batch.step()
+        engine.free(0)
+    assert set(engine._prepared) == before and {0, LIKELIEST, 64, "board"} == ways(engine)
 
 
 @pytest.mark.parametrize("text", ["-1", "1.5", "many", "9" * 10])
@@ -193,7 +237,7 @@ def test_what_is_no_number(llama: Model, monkeypatch: pytest.MonkeyPatch, text: 
     with pytest.raises(
         SessionError, match=f"GRAPHRT_CHOOSE_WITHIN must be a whole number.*got '{text}'; give --choose"
     ):
-        engine.choosing(engine.largest_size(1, 1))
+        engine.chooses_itself(engine.largest_size(1, 1))
 
 
 def test_the_choice_is_in_the_graph(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,6 +246,7 @@ def test_the_choice_is_in_the_graph(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     model = load(write_model(tmp_path / "m.gguf", "llama"), "cpu", exact=True)
     for within, names in ((0, ["scores"]), (1, ["next_token"])):
         engine = engine_of(model, monkeypatch, within, 1)
-        step = engine.choosing(engine.largest_size(1, 1))
+        size = engine.largest_size(1, 1)
+        step = engine.choosing(size, itself=engine.chooses_itself(size))
         assert [t.name for t in step.reads.exe.graph.outputs] == names
         assert (step.chooser is None) == bool(within)
