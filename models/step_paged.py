@@ -137,7 +137,9 @@ class PagedStep(AnyStep[PagedInputs]):
         shared = np.array([number for prefix in prefixes for number in prefix], np.int32)
         given = self.fill({read: tokens, inputs.rows: rows, inputs.prefixes: shared})
         if inputs.choice is not None and choice is not None:
-            given += self.fill({leaf: value for leaf, value in choice.values(inputs.choice).items()})
+            asked: dict[Tensor | None, npt.NDArray[np.generic] | None] = {}
+            asked.update(choice.values(inputs.choice))
+            given += self.fill(asked)
         self.filled([*given, *self._place(new)])
 
     def _place(self, new: Mapping[int, int]) -> list[Tensor]:

@@ -98,7 +98,7 @@ def drawn_by(**changed: Any) -> Drawn:
 def mixed(batch: ContinuousBatch, seq: int) -> None:
     """A text's tokens are drawn, another one's are the likeliest of some, and one's of all."""
     how = drawn_by(**[{}, {"temp": 1.5, "top_k": 40, "seed": 4}, {"logit_bias": {7: -math.inf}}][seq])
-    batch.add(seq, [5 + seq, 7, 9 * seq], [8, 4, 12][seq], how)
+    batch.add(seq, [5 + seq, 7, 9 * seq], [8, 10, 12][seq], how)
 
 
 def edited(batch: ContinuousBatch, seq: int) -> None:
@@ -119,7 +119,7 @@ def masked(batch: ContinuousBatch, seq: int) -> None:
 
 #: How texts are added, up to how many tokens a step chooses itself, and the ways of steps that there are then.
 ADDED: list[tuple[Add, int, set[Any]]] = [
-    (greedy, 15, {0}), (mixed, 1, {"board", LIKELIEST, 64}), (mixed, 15, {0, LIKELIEST, 64}),
+    (greedy, 15, {0}), (mixed, 1, {"board", LIKELIEST, 64}), (mixed, 15, {LIKELIEST, 64}),
     (edited, 15, {LIKELIEST}), (guessed, 15, {0}), (masked, 15, {"board", 0}),
 ]  # fmt: skip
 
