@@ -10,11 +10,11 @@ from typing import NamedTuple
 import numpy as np
 
 from graphrt.errors import CacheFullError
+from graphrt.models.choice_rows import Rows
 from graphrt.models.engine import Ids
 from graphrt.models.guesses import Guesser, Pace, guesses
 from graphrt.models.paged_steps import PagedSteps
 from graphrt.models.sampling_device import Drawn, place_of
-from graphrt.models.step_chosen import Rows
 from graphrt.models.step_paged import StepSize
 
 

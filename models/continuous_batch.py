@@ -17,11 +17,12 @@ from graphrt.arguments import checked
 from graphrt.backends.cpu import threads
 from graphrt.errors import CacheFullError, SessionError
 from graphrt.models.batch_reads import Going, Read, ReadPlan, rows_of, sources_of
+from graphrt.models.choice_rows import Rows
 from graphrt.models.engine import MAX_AHEAD, Ids
 from graphrt.models.guesses import Guesser, Pace
 from graphrt.models.paged_steps import PagedSteps
-from graphrt.models.sampling_device import Drawn, candidates
-from graphrt.models.step_chosen import ChosenStep, Rows
+from graphrt.models.sampling_device import Drawn, candidates_of
+from graphrt.models.step_chosen import Chooser, ChosenStep
 from graphrt.models.step_paged import StepSize
 from graphrt.models.step_times import StepTime
 
@@ -207,16 +208,17 @@ class ContinuousBatch:
         counts = np.fromiter(new.values(), np.int32, len(new))
         n, every = int(counts.sum()), any(read.guessed for read in reads)
         plan = engine.plan(new, every=every, size=self._plan.own_size(reads))
-        drawn = any(not read.of.how.is_plain for read in reads)
-        most = candidates(read.of.how.settings for read in reads) if drawn else 0
-        step = engine.choosing(plan.size, most, adapted=engine.is_adapted(new))
+        hows = [read.of.how for read in reads]
+        itself = engine.chooses_itself(plan.size) and not any(how.waits for how in hows)
+        most = candidates_of(hows, itself=itself)
+        step = engine.choosing(plan.size, most, adapted=engine.is_adapted(new), itself=itself)
         given = np.concatenate([read.ids for read in reads if read.ids is not None] or [np.zeros(0, np.int32)])
         wanted = np.arange(n, dtype=np.int32) if every else np.cumsum(counts, dtype=np.int32) - 1
-        step.reads.write(new, sources_of(engine, reads, n), wanted, plan.prefixes.groups)
+        of_rows = rows_of(engine, reads, every=every)
+        step.reads.write(new, sources_of(engine, reads, n), wanted, plan.prefixes.groups, of_rows)
         if len(given):
             buffer, offset = step.reads.exe.place(engine.board)
             buffer.write(offset + 4 * engine.given_at, given.view(np.uint8))
-        of_rows = rows_of(engine, reads, every=every)
         rows = (np.cumsum(counts) - counts).tolist() if every else [read.of.seq for read in reads]
         for read in reads:
             if read.ids is not None:
@@ -235,8 +237,16 @@ class ContinuousBatch:
         queued.seconds = stopped()
 
     def _choose(self, queued: Queued) -> None:
-        """Queues the choice of a step's tokens, and their way to the host. Where a sequence has ended since, another
-        one may have its number, which is left alone."""
+        """Queues the choice of a step's tokens, unless the step makes it, and their way to the host."""
+        if queued.step.chooser is not None:
+            self._choose_by(queued.step.chooser, queued)
+        n = len(queued.of_rows.slots) if queued.start else self.engine.n_seq
+        buffer, offset = queued.step.reads.exe.place(self.engine.board)
+        queued.answer = buffer.read_later(offset + 4 * queued.start, 4 * n)
+
+    def _choose_by(self, chooser: Chooser, queued: Queued) -> None:
+        """Queues the choice. Where a sequence has ended since the step was, another one may have its number, which is
+        left alone."""
         self._allow(queued.reads)
         rows, gone, at = queued.of_rows, set[int](), 0
         for read in queued.reads:
@@ -244,10 +254,7 @@ class ContinuousBatch:
             if self._going.get(read.of.seq) is not read.of:
                 gone.update(range(at, at + n))
             at += n
-        queued.step.chooser.choose(rows.without(gone) if gone else rows)
-        n = len(rows.slots) if queued.start else self.engine.n_seq
-        buffer, offset = queued.step.reads.exe.place(self.engine.board)
-        queued.answer = buffer.read_later(offset + 4 * queued.start, 4 * n)
+        chooser.choose(rows.without(gone) if gone else rows)
 
     def _allow(self, reads: Sequence[Read]) -> None:
         """Has the device know what grammars let through, and what DRY takes off. Sequences that fail by it end."""

@@ -13,9 +13,9 @@ from collections.abc import Callable, Mapping
 from statistics import fmean, median
 from typing import Any, Protocol
 
-#: Guesses are left out for so many tokens when none of the latest so many guessed tokens was right; then for twice as
-#: many, and so on up to the most.
-PATIENCE, PAUSE, LONGEST_PAUSE = 8, 16, 256
+#: Guesses are left out for so many tokens when the latest so many were all wrong; then for twice as many, and so on up
+#: to the most.
+PATIENCE, PAUSE, LONGEST_PAUSE = 4, 16, 256
 #: Steps that are looked at with guesses and as many without; those at the beginning of either that don't count; and
 #: steps after that until both are looked at again.
 LOOKED_AT, UNSETTLED, SETTLED = 16, 4, 512
@@ -59,7 +59,7 @@ class Guesser(ABC):
         if right:
             self._wrong, self._pause = 0, PAUSE
             return
-        self._wrong += guessed
+        self._wrong += 1  # however long it was: a long guess stands for long ones before it that were right
         if self._wrong >= PATIENCE:
             self._left_out, self._pause = self._pause, min(2 * self._pause, LONGEST_PAUSE)
             self._wrong = 0

@@ -11,6 +11,7 @@ import numpy as np
 
 from graphrt.backend import Backend, Usage
 from graphrt.backends.cpu import threads
+from graphrt.env import CHOOSE_WITHIN
 from graphrt.errors import SessionError
 from graphrt.execute import Executable, prepare
 from graphrt.graph import Graph
@@ -103,22 +104,42 @@ class PagedSteps(AnyEngine[PagedCache, PagedStep]):
 
         return self._prepared.made((size, adapted, "quiet") if quiet else (size, adapted), make)
 
-    def choosing(self, size: StepSize, most: int = 0, *, adapted: bool = False) -> ChosenStep:
+    def choosing(self, size: StepSize, most: int = 0, *, adapted: bool = False, itself: bool = False) -> ChosenStep:
         """The same that finds its tokens on the board and leaves the next ones there, the likeliest or, with `most`,
-        those that the sequences' tables say, of so many candidates."""
-        n, decoder, scores = size.n_outputs, self.decoder, self.scores(size.n_outputs)
+        those that the sequences' tables say, of so many candidates. itself: by the graph that reads the tokens."""
+        gates, keep_logits = self._gates(adapted), not self.home.asynchronous
+        tables, decoder = self.tables if most else None, self.decoder
+        if itself:
+
+            def make_both() -> PagedStep:
+                inputs, graph = decoder.paged_chosen(
+                    self.board, size, self.cache, gates, tables, most, keep_logits=keep_logits
+                )
+                return PagedStep(inputs, prepare(graph, self.backends))
+
+            return ChosenStep(self._prepared.made((size, adapted, "chosen", most), make_both), None)
+        n, scores = size.n_outputs, self.scores(size.n_outputs)
 
         def make() -> PagedStep:
-            gates, keep_logits = self._gates(adapted), not self.home.asynchronous
             made = decoder.paged_scored(self.board, size, self.cache, scores, gates, keep_logits=keep_logits)
             return PagedStep(made[0], prepare(made[1], self.backends))
 
         def make_chooser() -> Chooser:
-            rows, graph = decoder.choices(scores, n, self.board, self.tables if most else None, most)
+            rows, graph = decoder.choices(scores, n, self.board, tables, most)
             return Chooser(rows, prepare(graph, self.backends))
 
         reads = self._prepared.made((size, adapted, "board"), make)
         return ChosenStep(reads, self._choosers.made((n, most), make_chooser))
+
+    def chooses_itself(self, size: StepSize) -> bool:
+        """Whether a step of this size that waits for nothing chooses the next tokens itself."""
+        return size.n_tokens <= self.choose_within
+
+    @cached_property
+    def choose_within(self) -> int:
+        """Tokens of a step up to which it chooses the next ones itself. Raises SessionError for a setting that is no
+        number."""
+        return CHOOSE_WITHIN.count(SessionError)
 
     @cached_property
     def _choosers(self) -> Recent[Hashable, Chooser]:
@@ -220,6 +241,7 @@ class PagedSteps(AnyEngine[PagedCache, PagedStep]):
     def draws_ahead(self, sampling: SampleParams) -> bool:
         size = self.largest_size(self.n_seq, self.n_seq)
         chooser = self.choosing(size, candidates([RowSettings.of(sampling)])).chooser
+        assert chooser is not None  # which is None of steps that choose themselves
         return super().draws_ahead(sampling) and len(chooser.exe.splits) == 1
 
     # ---- reading ----

@@ -22,6 +22,8 @@ from graphrt.tensor import Tensor, new_input, new_tensor
 MAX_BIASES, MAX_PAST = 512, 1024
 #: Candidates that steps have room for: as few as the largest top_k of their rows needs.
 CANDIDATES = (64, MAX_TOP_K)
+#: In place of their number: each row takes its likeliest token, once biases and penalties have changed its logits.
+LIKELIEST = -1
 _GREEDY = RowSettings()
 
 
@@ -133,14 +135,18 @@ class SampleTables:
         return leaf
 
     def choose(self, logits: Tensor, rows: RowInputs, most: int) -> list[Tensor]:
-        """The next token of each row, i32 [n], and the node that notes them among what was said."""
+        """The next token of each row, i32 [n], and the node that notes them among what was said. most: candidates, or
+        LIKELIEST."""
         n = rows.slots.ne[0]
         past = ops.reshape(self.past, MAX_PAST, self.n_seq)
         changed = ops.penalize(
             logits, rows.slots, self.settings, self.biased, self.biases, past, rows.lengths, self.mask,
             name="result_penalized",
         )  # fmt: skip
-        chosen = ops.sample_each(changed, rows.uniforms, rows.slots, self.settings, most)
+        if most == LIKELIEST:
+            chosen = ops.argmax(changed)
+        else:
+            chosen = ops.sample_each(changed, rows.uniforms, rows.slots, self.settings, most)
         return [chosen, ops.set_rows(ops.reshape(chosen, 1, n), rows.places, self.past, name="said")]
 
     # ---- filling, in the order of the device's work ----
@@ -227,3 +233,13 @@ def candidates(settings: Iterable[RowSettings]) -> int:
     """How many candidates a step of such rows has room for."""
     wanted = max((each.top_k for each in settings), default=0)
     return next(n for n in CANDIDATES if n >= min(wanted, MAX_TOP_K))
+
+
+def candidates_of(hows: Sequence[Drawn], *, itself: bool = False) -> int:
+    """The same of a step of texts whose tokens are chosen so, 0 where all take the model's own likeliest token. itself:
+    of a step that chooses itself, LIKELIEST where none is drawn."""
+    if all(how.is_plain for how in hows):
+        return 0
+    if itself and all(how.settings.temp <= 0 for how in hows):
+        return LIKELIEST
+    return candidates(how.settings for how in hows)

@@ -1,36 +1,23 @@
 """A step that leaves next tokens on a board, as two graphs: the first leaves logits, the second chooses. What the
 choice needs, such as a grammar's mask, may become known while the device reads the tokens; and few graphs serve all
-ways to choose."""
+ways to choose. Where nothing is waited for one graph can do both: it is begun once, with one copy of inputs, and its
+logits need not be kept."""
 
 from __future__ import annotations
 
-from collections.abc import Container
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from graphrt.execute import Executable
+from graphrt.models.choice_rows import Rows
 from graphrt.models.sampling_device import RowInputs
 from graphrt.models.step import Filled
 from graphrt.models.step_paged import PagedStep
-
-
-class Rows(NamedTuple):
-    """What rows' tokens are chosen by, a number of each row. slots: its column of the tables; lengths: tokens of its
-    text; uniforms: two numbers that it is drawn by; places: where it is put among what was said; targets: the board's
-    row for it; -1 for nowhere."""
-
-    slots: list[int]
-    lengths: list[int]
-    uniforms: list[tuple[float, float]]
-    places: list[int]
-    targets: list[int]
-
-    def without(self, gone: Container[int]) -> Rows:
-        """The same, but that the tokens of these rows go nowhere."""
-        places, targets = ([-1 if i in gone else n for i, n in enumerate(each)] for each in self[3:])
-        return self._replace(places=places, targets=targets)
+from graphrt.tensor import Tensor
 
 
 @dataclass(frozen=True)
@@ -42,21 +29,30 @@ class Chooser(Filled):
 
     def choose(self, rows: Rows) -> None:
         """Queues the choice; the tables have what it needs."""
-        inputs = self.inputs
-        nowhere = [-1] * (inputs.slots.ne[0] - len(rows.slots))
-        given = self.fill({
-            inputs.slots: np.array(rows.slots, np.int32),
-            inputs.lengths: np.array(rows.lengths, np.int32),
-            inputs.uniforms: np.array(rows.uniforms, np.float64),
-            inputs.places: np.array([*rows.places, *nowhere], np.int64),
-            inputs.targets: np.array([*rows.targets, *nowhere], np.int64),
-        })  # fmt: skip
-        self.filled(given)
+        self._fill(rows)
         self.exe.run()
+
+    def _fill(self, rows: Rows) -> None:
+        """Has the inputs that the graph reads hold what rows say. Where they do already, as from step to step of texts
+        whose likeliest tokens are taken, nothing is copied: a copy on a device waits for its turn there."""
+        values = rows.values(self.inputs)
+        asked: dict[Tensor | None, npt.NDArray[np.generic] | None] = {
+            leaf: value for leaf, value in values.items() if leaf in self._asked
+        }
+        held = {leaf: value.tobytes() for leaf, value in values.items() if leaf in self._asked}
+        if held != self._held:
+            self.filled(self.fill(asked))
+            self._held.clear()
+            self._held.update(held)
+
+    @cached_property
+    def _held(self) -> dict[Tensor, bytes]:
+        """What the inputs hold."""
+        return {}
 
 
 class ChosenStep(NamedTuple):
-    """reads: reads tokens from the board; chooser: chooses the next ones."""
+    """reads: reads tokens from the board; chooser: chooses the next ones, None where `reads` does."""
 
     reads: PagedStep
-    chooser: Chooser
+    chooser: Chooser | None

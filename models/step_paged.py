@@ -12,8 +12,10 @@ import numpy.typing as npt
 from graphrt import ops
 from graphrt.models.attention import AttentionParams
 from graphrt.models.cache_paged import PagedCache, cells_at
+from graphrt.models.choice_rows import Rows
 from graphrt.models.paging.pool import GONE
 from graphrt.models.paging.prefixes import Prefix
+from graphrt.models.sampling_device import RowInputs
 from graphrt.models.step import SUFFIX, AnyStep, Inputs
 from graphrt.tensor import Tensor, new_input
 
@@ -39,7 +41,7 @@ class PagedInputs(Inputs[PagedCache]):
     token of each sequence; lengths: i32 [n], tokens of each, the new ones included; tables: by kind of cells, i32
     [n_blocks, n], the pages of each; prefixes: i32 [3, n_groups], what sequences share of the kind "full", None where
     nothing is read once; owners: i32 [n_tokens], the engine's sequence of each token, None where no adapters are asked
-    for.
+    for; choice: what the tokens after wanted ones are chosen by, None where the step's graph chooses nothing.
     """
 
     source: Tensor | None
@@ -48,6 +50,7 @@ class PagedInputs(Inputs[PagedCache]):
     tables: Mapping[str, Tensor]
     prefixes: Tensor | None
     owners: Tensor | None
+    choice: RowInputs | None = None
 
     @classmethod
     def of(
@@ -57,8 +60,10 @@ class PagedInputs(Inputs[PagedCache]):
         board: Tensor | None = None,
         *,
         gates: Tensor | None = None,
+        chooses: bool = False,
     ) -> PagedInputs:
-        """New inputs. board: where the tokens are found; gates: of adapters, f32 [R, sequences of the engine]."""
+        """New inputs. board: where the tokens are found; gates: of adapters, f32 [R, sequences of the engine]; chooses:
+        the next tokens are chosen too."""
         (n_tokens, n, n_outputs, n_blocks, n_groups), kinds = size, cache.kinds
         if board is None:
             source, tokens = None, new_input("i32", n_tokens, name="inp_tokens")
@@ -80,6 +85,7 @@ class PagedInputs(Inputs[PagedCache]):
             {k: new_input("i32", n_blocks, n, name=f"attn_inp_pages{SUFFIX[k]}") for k in kinds},
             new_input("i32", 3, n_groups, name="attn_inp_prefixes") if n_groups else None,
             owners,
+            RowInputs.of(n_outputs) if chooses else None,
         )
 
     @property
@@ -120,15 +126,20 @@ class PagedStep(AnyStep[PagedInputs]):
         tokens: npt.NDArray[np.int32] | None = None,
         rows: npt.NDArray[np.int32] | None = None,
         prefixes: Sequence[Prefix] = (),
+        choice: Rows | None = None,
     ) -> None:
         """Fills the inputs; what is left out stays as it is. new: how many of each sequence's last tokens are read, in
         the order in which they lie in `tokens`; they have cells already. tokens: their ids, or where they are found on
         the board; rows: indices among these; both may be shorter than the step's own. prefixes: of sequences by their
-        places in `new`."""
+        places in `new`; choice: what the tokens after `rows` are chosen by, of a step that chooses."""
         inputs = self.inputs
         read = inputs.tokens if inputs.source is None else inputs.source
         shared = np.array([number for prefix in prefixes for number in prefix], np.int32)
         given = self.fill({read: tokens, inputs.rows: rows, inputs.prefixes: shared})
+        if inputs.choice is not None and choice is not None:
+            asked: dict[Tensor | None, npt.NDArray[np.generic] | None] = {}
+            asked.update(choice.values(inputs.choice))
+            given += self.fill(asked)
         self.filled([*given, *self._place(new)])
 
     def _place(self, new: Mapping[int, int]) -> list[Tensor]:

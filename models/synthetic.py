@@ -70,6 +70,10 @@ MIXES = {
     **{name.lower(): Mix(name, name) for name in TYPES if name not in ("q4_0", "q4_1", "mxfp4")},
 }
 _ROUTER = "ffn_gate_inp.weight"  # never quantized
+#: Behind a model's name: its weights make a chain.
+CHAIN = "+chain"
+#: The last parts of the names of what layers add to their input by, which are zeros in a chain.
+_ADDED = ("attn_output", "ffn_down", "ffn_down_exps", "ffn_down_shexp")
 #: What takes a type's place where a row is no whole number of its blocks (the same file); f16 where that fails too.
 FALLBACKS = {"q4_K": "q5_0", "q6_K": "q8_0"}
 
@@ -82,13 +86,20 @@ def _fitting(kind: DType, k: int) -> DType:
 
 def synthetic(name: str, layers: int | None = None, *, vocabulary: bool = False) -> SyntheticFile:
     """The model "RECIPE:MIX", or "RECIPE" in its usual mix. layers: cut down to the first so many; vocabulary: it has
-    one, of made-up words, and a chat template.
+    one, of made-up words, and a chat template. With "+chain" behind the name each token has one that follows it: see
+    SyntheticFile.
 
     Raises SessionError for a name that isn't known.
     """
-    shape, _, mix = name.lower().partition(":")
+    plain = name.lower().removesuffix(CHAIN)
+    shape, _, mix = plain.partition(":")
     recipe = _known("a synthetic model", RECIPES, shape)
-    return SyntheticFile(shape, recipe, mix or recipe.mix, layers, vocabulary=vocabulary)
+    chain = plain != name.lower()
+    if chain and recipe.tied:
+        raise SessionError(
+            f"a chain needs an output matrix that isn't the embedding, got {name[:40]!r}; leave +chain out"
+        )
+    return SyntheticFile(shape, recipe, mix or recipe.mix, layers, vocabulary=vocabulary, chain=chain)
 
 
 def _known(what: str, table: Mapping[str, Any], name: str) -> Any:
@@ -102,12 +113,16 @@ def _known(what: str, table: Mapping[str, Any], name: str) -> Any:
 class SyntheticFile(GGUFFile):
     """What a Model needs of a file. The same name gives the same bytes, on every machine.
 
-    nbytes: of all tensors.
+    nbytes: of all tensors. chain: layers add zeros to their input, and a token's embedding is the output's row of the
+    next one, so that the likeliest token after each one follows from that alone, whatever was before; a step takes as
+    long as with other weights. So what will be said is known, and a prompt can hold parts of it.
     """
 
-    def __init__(self, shape: str, recipe: Recipe, mix: str, layers: int | None, *, vocabulary: bool = False) -> None:
+    def __init__(
+        self, shape: str, recipe: Recipe, mix: str, layers: int | None, *, vocabulary: bool = False, chain: bool = False
+    ) -> None:
         types: Mix = _known(f"a quantization of {shape}", MIXES, mix)
-        self.name = f"{shape}:{mix}"
+        self.name, self.chain = f"{shape}:{mix}{CHAIN if chain else ''}", chain
         self.recipe = recipe
         self.version, self.byte_order, self.alignment, self.paths = 3, "little", 32, []
         self._buffers, self._swap = [], False
@@ -123,7 +138,8 @@ class SyntheticFile(GGUFFile):
         offset, n_layers = 0, int(keys["block_count"])
         for tensor, ne in self._shapes().items():
             plain = len(ne) == 1 or tensor == "position_embd.weight" or tensor.endswith((".bias", _ROUTER))
-            kind = dtype("f32") if plain else types.type_of(tensor, ne[0], n_layers, recipe.tied, recipe.is_70b)
+            like = "output.weight" if chain and tensor == "token_embd.weight" else tensor
+            kind = dtype("f32") if plain else types.type_of(like, ne[0], n_layers, recipe.tied, recipe.is_70b)
             nbytes = kind.row_size(math.prod(ne))
             self.tensors[tensor] = TensorInfo(tensor, kind, ne, offset, nbytes)
             offset += nbytes
@@ -144,6 +160,14 @@ class SyntheticFile(GGUFFile):
     def span(self, name: str, start: int, stop: int) -> Bytes:
         """As GGUFFile has it; of a matrix no more than that is made."""
         info = self._info(name)
+        if self.chain and name.split(".")[-2] in _ADDED:
+            return np.zeros(stop - start, np.uint8)
+        if self.chain and name == "token_embd.weight":
+            row = info.dtype.row_size(info.ne[0])
+            behind = self.span("output.weight", min(start + row, info.nbytes), min(stop + row, info.nbytes))
+            return np.concatenate(
+                [behind, self.span("output.weight", *(max(0, at + row - info.nbytes) for at in (start, stop)))]
+            )
         rng = np.random.default_rng(zlib.crc32(name.encode()))
         if name == "rope_freqs.weight":
             return self._rope_factors().astype(np.float32).view(np.uint8)[start:stop]

@@ -22,6 +22,9 @@ from graphrt.progress import task
 RUNS = 3
 #: Seconds after which no more sizes of steps that read prompts are begun: they are captured when they first come.
 SECONDS = 20.0
+#: Of texts whose likeliest tokens are taken after an edit, such as those that never end: a way of its own of steps that
+#: choose themselves.
+EDITED = RowSettings(n_biases=1)
 #: Threads that compile, at most: each takes some hundred megabytes.
 _MOST_THREADS = 16
 
@@ -62,6 +65,8 @@ def warm_up(
             for size in sizes.single:
                 _run(engine, size.n_seq, settings)
                 advance()
+        for size in filter(engine.chooses_itself, sizes.single):
+            _run(engine, size.n_seq, EDITED)
     _run(engine, 1, RowSettings(), min(engine.n_batch, engine.n_ctx - RUNS - 1))
     engine.reset()
     late = [*sizes.beside, *sizes.prompts, *sizes.shared]
@@ -101,9 +106,11 @@ def compile_ahead(engine: PagedEngine, ways: Sequence[Way], threads: int) -> Non
     """Compiles the kernels of steps by so many threads."""
     with task("compiling kernels", len(ways), "steps") as advance, engine.home.compiling(threads):
         for size, n_candidates, has_adapters in ways:
-            step = engine.choosing(size, n_candidates, adapted=has_adapters)
+            itself = engine.chooses_itself(size)
+            step = engine.choosing(size, n_candidates, adapted=has_adapters, itself=itself)
             step.reads.exe.compile_ahead()
-            step.chooser.exe.compile_ahead()
+            if step.chooser is not None:
+                step.chooser.exe.compile_ahead()
             advance()
 
 
@@ -149,7 +156,7 @@ def _run_size(engine: PagedEngine, size: StepSize, settings: RowSettings) -> Non
 
 
 def _drawn(settings: RowSettings, seed: int) -> Drawn:
-    return Drawn(settings, Uniforms(seed) if settings.temp > 0 else None)
+    return Drawn(settings, Uniforms(seed) if settings.temp > 0 else None, ((0, 0.0),) * int(settings.n_biases))
 
 
 def _run(engine: PagedEngine, n: int, settings: RowSettings, n_prompt: int = 1, *, alone: bool = False) -> None:

@@ -64,6 +64,8 @@ FLAGS = {
     "GRAPHRT_FUSE": "--fuse",
     "GRAPHRT_KEEP_WEIGHTS": "--keep-weights",
     "GRAPHRT_OVERLAP": "--overlap",
+    "GRAPHRT_CHOOSE_WITHIN": "--choose-within",
+    "GRAPHRT_JOIN_WITHIN": "--join-within",
     "n_ctx": "-c",
     "n_batch": "-b",
     "n_pages": "--pages",

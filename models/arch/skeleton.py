@@ -114,14 +114,31 @@ class Decoder(Transformer):
         kept = ops.cpy(logits, ops.view(scores, (self.hp.n_vocab, size.n_outputs)), name="scores")
         return inputs, Graph(kept, *([logits] if keep_logits else []))
 
+    def paged_chosen(
+        self, board: Tensor, size: StepSize, cache: PagedCache, gates: Tensor | None = None,
+        tables: SampleTables | None = None, most: int = 0, *, keep_logits: bool = False,
+    ) -> tuple[PagedInputs, Graph]:  # fmt: skip
+        """paged_scored() and choices() as one graph, which keeps no logits unless asked to."""
+        inputs = PagedInputs.of(cache, size, board, gates=gates, chooses=True)
+        assert inputs.choice is not None
+        logits = self.result(inputs)
+        ends = self._chosen(logits, inputs.choice, board, tables, most)
+        return inputs, Graph(*ends, *([logits] if keep_logits else []))
+
     def choices(
         self, scores: Tensor, n: int, board: Tensor, tables: SampleTables | None = None, most: int = 0
     ) -> tuple[RowInputs, Graph]:
         """Chooses the next tokens of the first n rows of `scores`, the likeliest or as these tables say, of at most so
         many candidates, and leaves them on the board where the inputs say."""
         rows, logits = RowInputs.of(n), ops.view(scores, (self.hp.n_vocab, n))
+        return rows, Graph(*self._chosen(logits, rows, board, tables, most))
+
+    def _chosen(
+        self, logits: Tensor, rows: RowInputs, board: Tensor, tables: SampleTables | None, most: int
+    ) -> list[Tensor]:
+        """The nodes that put the next tokens where the rows say."""
         chosen, *said = [ops.argmax(logits)] if tables is None else tables.choose(logits, rows, most)
-        return rows, Graph(self._put(chosen, rows.targets, board), *said)
+        return [self._put(chosen, rows.targets, board), *said]
 
     def _put(self, chosen: Tensor, targets: Tensor, board: Tensor) -> Tensor:
         """Tokens i32 [n] go to rows of the board."""

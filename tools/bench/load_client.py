@@ -73,6 +73,10 @@ class Server:
         """What a path has, as JSON. Raises SessionError."""
         return await self._got(path, json.loads)
 
+    async def post(self, path: str, body: Mapping[str, Any]) -> Any:
+        """What a path answers, as JSON. Raises SessionError."""
+        return await self._got(path, json.loads, body)
+
     async def text(self, path: str) -> str:
         """What a path has, "" where the server has none."""
         try:
@@ -80,9 +84,9 @@ class Server:
         except SessionError:
             return ""
 
-    async def _got(self, path: str, read: Callable[[bytes], Any]) -> Any:
+    async def _got(self, path: str, read: Callable[[bytes], Any], body: Mapping[str, Any] | None = None) -> Any:
         try:
-            async with self._asked("GET", path, None) as (status, pieces):
+            async with self._asked("GET" if body is None else "POST", path, body) as (status, pieces):
                 data = b"".join([piece async for piece in pieces])
             if status != 200:
                 raise SessionError(f"a server must have {path}, it answers {status}: {data[:200].decode('latin-1')}")

@@ -79,7 +79,8 @@ def steps_of(model: Model, backends: Sequence[Backend], options: SessionOptions)
         step = paged.choosing(paged.largest_size(n, n))
         yield f"decode of {n} sequences over pages", step.reads.exe
     yield f"a prompt and {n - 1} tokens over pages", paged.prepared(paged.largest_size(paged.n_batch + n - 1, n)).exe
-    yield f"the choice of {n} sequences' next tokens", step.chooser.exe
+    if step.chooser is not None:
+        yield f"the choice of {n} sequences' next tokens", step.chooser.exe
 
 
 def ordered(title: str, exe: Executable) -> Ordered:

@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--users", default="", metavar="N,..", help="closed loop: users that ask all the time (default: 1)")
     add("--rate", default="", metavar="N,..", help="open loop: requests a second")
     add("--lengths", default="128:256", metavar="IN:OUT", help="tokens of prompts and texts: 128:256 (default), "
-        "sharegpt, or a file of two numbers a line")  # fmt: skip
+        "sharegpt, or a file of two numbers a line; summary: an article each, and a summary of it")  # fmt: skip
     add("--requests", type=whole(1), metavar="N", help=f"of each step (default: {EACH} a user, or 10 seconds' worth)")
     add("--shared", type=whole(0), default=0, metavar="N", help="tokens that all prompts begin with (default: 0)")
     add("--temp", type=float, default=0.0, metavar="T", help="temperature (default: 0)")
@@ -129,6 +129,8 @@ async def _measured(args: argparse.Namespace, url: str, steps: list[tuple[bool, 
     from graphrt.tools.bench.load_client import Server
     from graphrt.tools.bench.load_lengths import lengths_of
     from graphrt.tools.bench.load_server import as_json
+    from graphrt.tools.bench.load_summaries import SUMMARY
+    from graphrt.tools.bench.load_summaries import bodies as summaries
 
     server = Server(url, args.api_key)
     served = (await server.get("/v1/models"))["data"][0]
@@ -138,8 +140,11 @@ async def _measured(args: argparse.Namespace, url: str, steps: list[tuple[bool, 
     for is_closed, n in steps:
         count = args.requests or (EACH * int(n) if is_closed else max(1, round(10 * n)))
         warm = args.warm_up if args.warm_up is not None else int(n) if is_closed else 1
-        lengths = lengths_of(args.lengths, warm + count, args.seed)
-        bodies = [ask.body(at + i, each) for i, each in enumerate(lengths)]
+        if args.lengths == SUMMARY:
+            bodies = await summaries(server, ask, at, warm + count)
+        else:
+            lengths = lengths_of(args.lengths, warm + count, args.seed)
+            bodies = [ask.body(at + i, each) for i, each in enumerate(lengths)]
         at += len(bodies)
         await closed(server, bodies[:warm], max(1, warm), lambda n=1: None)
         what = f"{n:g} users" if is_closed else f"{n:g} requests/s"
