@@ -94,8 +94,8 @@ class TextRules:
             )
         if self.least and not self.is_free:
             raise SessionError(
-                f"a text that follows a grammar, a JSON schema or a regex ends where that does, got at least {self.least} "
-                "tokens; leave one of them out"
+                "a text that follows a grammar, a JSON schema or a regex ends where that does, got at least "
+                f"{self.least} tokens; leave one of them out"
             )
         object.__setattr__(self, "stop", _texts(self.stop))
         object.__setattr__(self, "stop_ids", _listed(self.stop_ids))

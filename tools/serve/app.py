@@ -50,7 +50,7 @@ _SHORT = {
     for name in ("chat/completions", "responses", "embeddings", "models", "models/{name:path}")
 } | {"/completion": "/completions"}
 #: What anybody may ask for.
-PUBLIC = {"/", "/health", "/v1/health"}
+PUBLIC = {"/", "/health", "/v1/health", "/ping"}
 
 
 def application(
@@ -112,6 +112,8 @@ def routes_of(state: State) -> list[Served]:
         Served("POST", "/lora-adapters", other.set_adapters, "other usual scales", AdapterScales),
         Served("GET", "/health", other.health, "whether it works"),
         Served("GET", "/v1/health", other.health, "whether it works"),
+        Served("GET", "/ping", other.health, "whether it works, by the name that some clouds ask for"),
+        Served("GET", "/version", other.version, "the server's version"),
         Served("GET", "/metrics", other.metrics, "figures in Prometheus' form"),
         Served("GET", "/props", other.props, "settings"),
         Served("GET", "/slots", other.slots, "the texts that are made"),

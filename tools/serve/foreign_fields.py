@@ -33,10 +33,6 @@ USUAL: dict[str, tuple[Any, ...]] = {
     "use_beam_search": (False,),
     "early_stopping": (False,),
     "length_penalty": (1, 1.0),
-    "skip_special_tokens": (True,),
-    "include_stop_str_in_output": (False,),
-    "return_token_ids": (False,),
-    "return_tokens_as_token_ids": (False,),
     "documents": ([],),
     "bad_words": ([],),
 }

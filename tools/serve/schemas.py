@@ -153,6 +153,13 @@ class Generating(Body):
     stop_token_ids: Annotated[list[int], Field(max_length=MAX_STOPS)] | None = None
     repetition_penalty: float | None = None
     min_tokens: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=INT32_MAX)] | None = None
+    truncation_side: Literal["left", "right"] | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
     guided_json: str | dict[str, Any] | None = None
     guided_regex: str | None = None
     guided_choice: Choice | None = None
@@ -250,7 +257,7 @@ class Part(BaseModel):
 
 
 class Message(Loose):
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: Annotated[str, Field(pattern=r"^[A-Za-z][\w-]{0,63}$")]  # templates may know others than OpenAI's
     content: str | Annotated[list[Part], Field(max_length=MAX_TEXTS)] | None = None
     name: str | None = None
     refusal: str | None = None
@@ -275,6 +282,7 @@ class ChatRequest(Generating):
     reasoning_format: Literal["auto", "deepseek", "none"] | None = None
     add_generation_prompt: bool | None = None  # vLLM's, as is the next one
     continue_final_message: bool | None = None
+    echo: bool | None = None  # vLLM's: the message that goes on is told from its beginning
     # taken and not looked at
     prediction: dict[str, Any] | None = None
     metadata: dict[str, str] | None = None
@@ -290,17 +298,34 @@ class EmbeddingsRequest(Body):
     input: Prompts
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: int | None = None
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=INT32_MAX)] | None = None  # vLLM's, as the next one
+    truncation_side: Literal["left", "right"] | None = None
     user: str | None = None
 
 
 class TokenizeRequest(Body):
-    """/tokenize"""
+    """/tokenize: of llama-server's `content`, or of vLLM's `prompt` or `messages`, which have an answer of another
+    form."""
 
     model: str | None = None  # taken and not looked at
-    content: str
+    content: str | None = None
     add_special: bool = False
     parse_special: bool = True
     with_pieces: bool = False
+    prompt: str | None = None
+    messages: Annotated[list[Message], Field(min_length=1, max_length=1 << 16)] | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_CHOICES)] | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @model_validator(mode="after")
+    def _of_one_text(self) -> TokenizeRequest:
+        if sum(each is not None for each in (self.content, self.prompt, self.messages)) != 1:
+            raise ValueError("a request must have one of content, prompt and messages")
+        return self
 
 
 class DetokenizeRequest(Body):

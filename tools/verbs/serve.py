@@ -69,7 +69,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--port", type=whole(0, 65535), default=8080, metavar="N", help="0: any free one (default: 8080)"
     )
-    group.add_argument("-a", "--alias", metavar="NAME", help="what requests call the model (default: its file's name)")
+    names = "what requests call the model, with commas between several names (default: its file's name)"
+    group.add_argument("-a", "--alias", metavar="NAME", help=names)
     keys = "a key that requests must have; several times, or with commas between, for several"
     group.add_argument("--api-key", action="append", default=[], metavar="KEY", help=keys)
     group.add_argument("--api-key-file", metavar="FILE", help="the same, a key a line")
@@ -305,9 +306,13 @@ def embedders_of(args: argparse.Namespace, taken: Sequence[str]) -> dict[str, Em
 
 
 def names_of(model: Model, args: argparse.Namespace) -> list[str]:
-    """What requests may call the model: as the command line did, or by its file, unless --alias says how."""
+    """What requests may call the model: as the command line did, or by its file, unless --alias says how. Raises
+    SessionError for an empty name."""
     if args.alias is not None:
-        return [args.alias]
+        names = [each.strip() for each in args.alias.split(",")]
+        if not all(names):
+            raise SessionError(f"a model's name must have a character, got {args.alias!r}; leave --alias out for none")
+        return list(dict.fromkeys(names))
     if args.synthetic:
         return [args.synthetic]
     asked = getattr(args, "asked", args.model)  # of several ranks all have the file's path in its place
