@@ -130,8 +130,7 @@ class OtherRoutes:
         return json_response({"version": __version__})
 
     async def models(self, request: Request) -> Response:
-        others = [name for name in self.state.all_names if name not in self.state.names[1:]]
-        return json_response({"object": "list", "data": [self._model(name) for name in others]})
+        return json_response({"object": "list", "data": [self._model(name) for name in self.state.listed]})
 
     async def model(self, request: Request) -> Response:
         name = request.path_params["name"]

@@ -102,15 +102,9 @@ class AdapterScales(RootModel[Annotated[list[AdapterScale], Field(max_length=MAX
     """/lora-adapters"""
 
 
-class Generating(Body):
-    """What requests that generate have in common. asked: the tokens that a text may have, -1 for any number, None
-    where that isn't said."""
+class Sampling(Body):
+    """How tokens are chosen, and where a text may end."""
 
-    model: str | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    max_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
-    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     seed: Seed | None = None
     stop: str | Annotated[list[str], Field(max_length=MAX_STOPS)] | None = None
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
@@ -118,10 +112,6 @@ class Generating(Body):
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     logit_bias: Biases | None = None
-    response_format: ResponseFormat | None = None
-    # taken and not looked at
-    user: str | None = None
-    cache_prompt: bool | None = None
     # llama-server's
     top_k: int | None = None
     min_p: float | None = None
@@ -142,19 +132,47 @@ class Generating(Body):
     mirostat_tau: float | None = None
     mirostat_eta: float | None = None
     ignore_eos: bool | None = None
-    grammar: str | None = None
-    json_schema: dict[str, Any] | None = None
-    speculative_n_max: Guessed | None = Field(default=None, alias="speculative.n_max")
-    lora: Annotated[list[AdapterScale], Field(max_length=MAX_CHOICES)] | None = None
     min_keep: int | None = None
-    n_predict: Annotated[int, Field(ge=-1, le=INT32_MAX)] | None = None
-    timings_per_token: bool | None = None
     # vLLM's
     stop_token_ids: Annotated[list[int], Field(max_length=MAX_STOPS)] | None = None
     repetition_penalty: float | None = None
     min_tokens: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
+
+    @field_validator("logit_bias")
+    @classmethod
+    def _ids(cls, value: Biases | None) -> Biases | None:
+        for name in value if isinstance(value, dict) else ():
+            if not (name.isascii() and name.isdigit() and len(name) < 10):
+                raise ValueError("keys must be token ids, as {'15043': 1.5}")
+        for token, bias in value if isinstance(value, list) else ():
+            if isinstance(token, bool | float) or isinstance(bias, str) or bias is True:
+                raise ValueError("pairs must be a token id, or a text, and a number, or false, as [15043, 1.5]")
+        return value
+
+
+class Generating(Sampling):
+    """What requests that generate have in common. asked: the tokens that a text may have, -1 for any number, None
+    where that isn't said."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    response_format: ResponseFormat | None = None
+    # taken and not looked at
+    user: str | None = None
+    cache_prompt: bool | None = None
+    # llama-server's
+    grammar: str | None = None
+    json_schema: dict[str, Any] | None = None
+    speculative_n_max: Guessed | None = Field(default=None, alias="speculative.n_max")
+    lora: Annotated[list[AdapterScale], Field(max_length=MAX_CHOICES)] | None = None
+    n_predict: Annotated[int, Field(ge=-1, le=INT32_MAX)] | None = None
+    timings_per_token: bool | None = None
+    # vLLM's
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=INT32_MAX)] | None = None
     truncation_side: Literal["left", "right"] | None = None
     prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
@@ -167,17 +185,6 @@ class Generating(Body):
     structured_outputs: StructuredOutputs | None = None
     # our own
     regex: str | None = None
-
-    @field_validator("logit_bias")
-    @classmethod
-    def _ids(cls, value: Biases | None) -> Biases | None:
-        for name in value if isinstance(value, dict) else ():
-            if not (name.isascii() and name.isdigit() and len(name) < 10):
-                raise ValueError("keys must be token ids, as {'15043': 1.5}")
-        for token, bias in value if isinstance(value, list) else ():
-            if isinstance(token, bool | float) or isinstance(bias, str) or bias is True:
-                raise ValueError("pairs must be a token id, or a text, and a number, or false, as [15043, 1.5]")
-        return value
 
     @property
     def asked(self) -> int | None:

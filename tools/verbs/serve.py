@@ -74,7 +74,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     keys = "a key that requests must have; several times, or with commas between, for several"
     group.add_argument("--api-key", action="append", default=[], metavar="KEY", help=keys)
     group.add_argument("--api-key-file", metavar="FILE", help="the same, a key a line")
-    pages = "sites whose pages may ask, https://chat.example, with commas between, or *: all (default: none)"
+    pages = "sites whose pages may ask, https://chat.example, with commas between, localhost: pages of this machine at "
+    pages += "any port, or *: all (default: none)"
     group.add_argument("--cors-origins", default="", metavar="LIST", help=pages)
     many = f"texts that are made at once; others wait (default: {PARALLEL})"
     group.add_argument("-np", "--parallel", type=whole(1, 4096), default=PARALLEL, metavar="N", help=many)
@@ -228,8 +229,10 @@ def origins_of(args: argparse.Namespace) -> list[str]:
     found = [each.strip() for each in args.cors_origins.split(",") if each.strip()]
     for each in found:
         scheme, _, place = each.partition("://")
-        if each not in ("*", "null") and not (scheme and place and "/" not in place.rstrip("/")):
-            raise SessionError(f"an origin must be as https://chat.example, or * or null, got {each!r}; give no path")
+        if each not in ("*", "null", "localhost") and not (scheme and place and "/" not in place.rstrip("/")):
+            raise SessionError(
+                f"an origin must be as https://chat.example, or *, null or localhost, got {each!r}; give no path"
+            )
     return found
 
 

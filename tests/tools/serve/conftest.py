@@ -42,7 +42,7 @@ def guarded(tiny: Path, tmp_path: Path) -> Iterator[Served]:
     keys.write_text("second\nthird\n")
     server = started(
         str(tiny), "--api-key", "first", "--api-key-file", str(keys), "-np", "1", "--max-queue", "2", "--timeout", "1",
-        "--max-body", "4096", "--alias", "mine", "--log-json",
+        "--max-body", "4096", "--alias", "mine, ours", "--log-json",
     )  # fmt: skip
     yield server
     server.process.kill()

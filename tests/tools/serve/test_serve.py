@@ -438,8 +438,10 @@ def test_keys_limits_and_the_end(guarded: Served) -> None:
         answer = bare.get("/v1/models", headers=headers)
         assert answer.status_code == 401 and answer.json()["error"]["code"] == "invalid_api_key"
     for headers in {"authorization": "Bearer first"}, {"x-api-key": "second"}, {"authorization": "bearer third"}:
-        assert bare.get("/v1/models", headers=headers).json()["data"][0]["id"] == "mine"
+        (card,) = bare.get("/v1/models", headers=headers).json()["data"]
+        assert card["id"] == "mine" and card["aliases"] == ["mine", "ours"]
     http = httpx2.Client(base_url=guarded.url, timeout=60, headers={"authorization": "Bearer first"})
+    assert http.get("/v1/models/ours").status_code == 200
     large = http.post(TEXTS, content=json.dumps({"prompt": "a" * 5000}))
     assert large.status_code == 413
     assert http.post(TEXTS, content=(b"x" * 1000 for _ in range(9))).status_code == 413  # that tells no length

@@ -168,3 +168,58 @@ def test_roles_are_the_templates_to_judge(http: httpx2.Client) -> None:
     talk = [{"role": "observation", "content": "wet"}]
     assert made(http, CHATS, messages=talk)["choices"][0]["message"]["reasoning_content"] is None
     assert "observation" in http.post("/apply-template", json={"messages": talk}).json()["prompt"]
+
+
+def test_tokens_in_vllms_form(http: httpx2.Client) -> None:
+    """/tokenize of a prompt or of messages, and /detokenize, which has both servers' names."""
+
+    def told(**body: Any) -> dict[str, Any]:
+        answer = http.post("/tokenize", json=body)
+        assert answer.status_code == 200, answer.text
+        found: dict[str, Any] = answer.json()
+        return found
+
+    ids = ids_of(http, TEXT)
+    assert told(prompt=TEXT) == {"count": len(ids), "max_model_len": 4096, "tokens": ids, "token_strs": None}
+    short = told(prompt=TEXT, add_special_tokens=False, return_token_strs=True)
+    assert short["tokens"] == ids[1:] and "".join(short["token_strs"]).lstrip() == TEXT
+    assert told(messages=USER)["tokens"] == chat_ids(http)
+    talk = [*USER, {"role": "assistant", "content": "Sure,"}]
+    for options, special in (
+        ({"add_generation_prompt": False}, True), ({"continue_final_message": True}, False), ({}, False), ({}, True),
+    ):  # fmt: skip
+        asked = {name: value for name, value in options.items() if name == "add_generation_prompt"}
+        prompt = http.post("/apply-template", json={"messages": talk, **asked})
+        text = prompt.json()["prompt"] if "continue_final_message" not in options else None
+        found = told(messages=talk, **options, add_special_tokens=special)["tokens"]
+        if text is None:
+            assert http.post("/detokenize", json={"tokens": found}).json()["prompt"].endswith("Sure,")
+        else:
+            assert found == ids_of(http, text, special)
+    assert http.post("/detokenize", json={"tokens": ids[1:]}).json() == {"content": TEXT, "prompt": TEXT}
+    for wrong in ({}, {"prompt": TEXT, "content": TEXT}):
+        answer = http.post("/tokenize", json=wrong)
+        assert answer.status_code == 400 and "one of content, prompt and messages" in answer.text
+
+
+def test_samplers_of_responses(http: httpx2.Client) -> None:
+    """/v1/responses takes what a chat takes."""
+    plain = {"input": TEXT, "max_output_tokens": 8}
+    ids = made(http, CHATS, max_tokens=8, return_token_ids=True)["choices"][0]["token_ids"]
+
+    def said(**more: Any) -> str:
+        answer = http.post("/v1/responses", json={**plain, **more})
+        assert answer.status_code == 200, answer.text
+        found: str = answer.json()["output"][0]["content"][0]["text"]
+        return found
+
+    assert said(stop_token_ids=ids[2:3]) == said()[: len(said(stop_token_ids=ids[2:3]))] != said()
+    seeded = [said(temperature=1.5, seed=seed, top_k=40, chat_template_kwargs={"a": 1}) for seed in (3, 3, 4)]
+    assert seeded[0] == seeded[1] != seeded[2]
+    assert said(logit_bias={str(ids[0]): -100}) != said()
+
+
+def test_what_tells_of_the_server(http: httpx2.Client) -> None:
+    (card,) = http.get("/v1/models").json()["data"]
+    assert (card["id"], card["root"], card["parent"], card["aliases"]) == ("tiny", "tiny", None, ["tiny"])
+    assert http.get("/ping").status_code == 200 and http.get("/version").json()["version"]
