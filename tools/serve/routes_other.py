@@ -179,6 +179,7 @@ class OtherRoutes:
     async def props(self, request: Request) -> Response:
         state, model = self.state, self.state.model
         tokenizer, scheduler = model.tokenizer, state.worker.scheduler
+        template = model.chat_template if state.maker is not None else None
         ends = {
             name: None if i is None else _piece(tokenizer.piece(i))
             for name, i in (("bos_token", tokenizer.bos_id), ("eos_token", tokenizer.eos_id))
@@ -193,7 +194,7 @@ class OtherRoutes:
                 "model_alias": state.name,
                 "model_path": Path(model.file.paths[0]).name if model.file.paths else "",  # where it lies is not told
                 "modalities": {"vision": False, "audio": False},
-                "chat_template": model.file.metadata.get("tokenizer.chat_template", ""),
+                "chat_template": template.source if template is not None else "",
                 "build_info": f"graphrt {__version__}",
                 **ends,
                 **state.facts,

@@ -25,12 +25,14 @@ from graphrt.tools.common import (
     MODEL_HELP,
     add_fast_argument,
     add_session_arguments,
+    add_template_argument,
     add_tp_argument,
     load_model,
     over_ranks,
     read_text,
     session_options,
     size,
+    use_template,
     whole,
 )
 from graphrt.tools.outputs import OutputFile
@@ -83,6 +85,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--max-total-tokens", type=whole(1), metavar="N", help=total)
     predict = "the most tokens of a text, whatever is asked for, -1: no limit (default)"
     group.add_argument("-n", "--predict", type=whole(-1), default=-1, metavar="N", help=predict)
+    add_template_argument(group)
     group.add_argument("--pooling", default="", metavar="KIND", help="of embeddings (default: what the file names)")
     body = "bytes that a request may have (default: 16 MiB)"
     group.add_argument("--max-body", type=whole(1024), default=16 << 20, metavar="N", help=body)
@@ -135,6 +138,8 @@ def main(args: argparse.Namespace) -> int:
         raise SessionError("--deterministic reads every prompt anew, got --prompt-cache; leave one of them out")
     if args.deterministic and (args.lookup or args.model_draft):
         raise SessionError("--deterministic reads no guesses, got --lookup or --model-draft; leave one of them out")
+    if args.chat_template_file is not None:
+        read_text(args.chat_template_file)  # whether it can be read is known before the model is
     if over_ranks(args):
         from graphrt.tools.ranks.launch import run_on_ranks
 
@@ -156,6 +161,7 @@ def serve(args: argparse.Namespace, _: str = "") -> int:
         return _follow(ranks, args)
     with listening or listen(args.host, args.port) as listening:
         model = load_model(args, args.exact)
+        use_template(model, args)
         host, port = listening.getsockname()[:2]
         address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         state = made_state(model, args, sampling)

@@ -442,6 +442,9 @@ def test_keys_limits_and_the_end(guarded: Served) -> None:
         assert card["id"] == "mine" and card["aliases"] == ["mine", "ours"]
     http = httpx2.Client(base_url=guarded.url, timeout=60, headers={"authorization": "Bearer first"})
     assert http.get("/v1/models/ours").status_code == 200
+    assert http.get("/props").json()["chat_template"].startswith("Listen. ")
+    prompt = http.post("/apply-template", json={"messages": [{"role": "user", "content": "hello"}]}).json()["prompt"]
+    assert prompt.startswith("Listen. ") and "hello" in prompt
     large = http.post(TEXTS, content=json.dumps({"prompt": "a" * 5000}))
     assert large.status_code == 413
     assert http.post(TEXTS, content=(b"x" * 1000 for _ in range(9))).status_code == 413  # that tells no length
