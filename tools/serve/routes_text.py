@@ -185,7 +185,8 @@ class Chat:
         found = [_delta(i, delta, told if n == 0 else None) for n, delta in enumerate(deltas)]
         if piece.finish:
             ended = "tool_calls" if reader.calls_end_it else answers.FINISH[piece.finish]
-            found.append(_delta(i, {}, None, ended) | answers.ended_by(piece))
+            # clients of models that think read this of every delta that has no content
+            found.append(_delta(i, {"reasoning_content": None}, None, ended) | answers.ended_by(piece))
         found[0:1] = [each | ids for each in found[0:1]]
         return found
 

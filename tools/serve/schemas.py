@@ -167,7 +167,7 @@ class Generating(Sampling):
     cache_prompt: bool | None = None
     # llama-server's
     grammar: str | None = None
-    json_schema: dict[str, Any] | None = None
+    json_schema: str | dict[str, Any] | None = None
     speculative_n_max: Guessed | None = Field(default=None, alias="speculative.n_max")
     lora: Annotated[list[AdapterScale], Field(max_length=MAX_CHOICES)] | None = None
     n_predict: Annotated[int, Field(ge=-1, le=INT32_MAX)] | None = None
@@ -183,8 +183,9 @@ class Generating(Sampling):
     guided_choice: Choice | None = None
     guided_grammar: str | None = None
     structured_outputs: StructuredOutputs | None = None
-    # our own
+    # SGLang's
     regex: str | None = None
+    ebnf: str | None = None
 
     @property
     def asked(self) -> int | None:
@@ -287,6 +288,7 @@ class ChatRequest(Generating):
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: Annotated[str, Field(max_length=64)] | None = None  # templates may read it
     reasoning_format: Literal["auto", "deepseek", "none"] | None = None
+    separate_reasoning: bool | None = None  # SGLang's: false is reasoning_format "none"
     add_generation_prompt: bool | None = None  # vLLM's, as is the next one
     continue_final_message: bool | None = None
     echo: bool | None = None  # vLLM's: the message that goes on is told from its beginning

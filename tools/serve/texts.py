@@ -178,7 +178,7 @@ class Maker:
         template = self.model.chat_template
         assert template is not None
         # a text that follows a grammar is an answer from its first token on
-        reads = rules.is_free and request.reasoning_format != "none"
+        reads = rules.is_free and request.reasoning_format != "none" and request.separate_reasoning is not False
         marks = marks_of(template.source, prompt) if reads else PLAIN
         cut = self._cut(request, n)
         ids = cut.of(self.chat_ids(prompt, cut.limit))
