@@ -111,9 +111,11 @@ def completion_logprobs(
             found["top_logprobs"].append(None)
             continue
         found["token_logprobs"].append(_finite(logprobs.token))
-        # of tokens with one spelling the likeliest, and the text's own token in any case, as OpenAI has it
+        # of tokens with one spelling the likeliest, and the text's own token in any case, as OpenAI has it; that comes
+        # first, as vLLM has it
         likely = {spelling.name(token): _finite(logprob) for token, logprob in reversed(logprobs.best)}
-        found["top_logprobs"].append({**dict(reversed(likely.items())), name: _finite(logprobs.token)})
+        own = {name: _finite(logprobs.token)}
+        found["top_logprobs"].append(own | dict(reversed(likely.items())) | own)
     return found if found["tokens"] else None
 
 
