@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import regex
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.effort import instructions
 from support.tiny import bpe, spm
@@ -53,6 +53,8 @@ CHARS = ["1", "٣", "a", "é", "_", "]", "[", "\\", "d", "^"]
 
 
 @given(st.lists(st.sampled_from(PARTS), max_size=4), st.lists(st.sampled_from(CHARS), max_size=6))
+@example([r"[]\d]"], ["1"])
+@example([r"[^]\d]"], ["a"])
 def test_digits_and_letters_of_a_regex_are_those_of_ascii(parts: list[str], text: list[str]) -> None:
     """What is written out says without re.ASCII what the pattern says with it."""
     pattern, said = "".join(parts), "".join(text)

@@ -120,25 +120,23 @@ def routes_of(state: State) -> list[Served]:
     ]
 
 
-#: Paths of other servers' APIs that are not here -> what to do instead.
+#: What other servers' APIs have at these paths, and below them, is not here -> what to do instead.
 _ELSEWHERE = {
-    ("/rerank", "/reranking", "/score", "/classify", "/pooling"): "no model here ranks or sorts texts; /v1/embeddings "
-    "gives vectors to compare",
-    ("/api/",): "Ollama's own API is not here; give its client's OpenAI form the address of /v1",
-    ("/messages",): "Anthropic's API is not here; use /v1/chat/completions or /v1/responses",
-    ("/audio/", "/images/", "/realtime"): "models read and write text alone",
-    ("/files", "/batches", "/assistants", "/threads", "/vector_stores", "/conversations", "/responses/"): "nothing is "
-    "stored here; send what a text needs with its request",
+    ("rerank", "reranking", "score", "classify", "pooling"): "no model here ranks or sorts texts; /v1/embeddings gives "
+    "vectors to compare",
+    ("api",): "Ollama's own API is not here; give its client's OpenAI form the address of /v1",
+    ("messages",): "Anthropic's API is not here; use /v1/chat/completions or /v1/responses",
+    ("audio", "images", "realtime"): "models read and write text alone",
+    ("files", "batches", "assistants", "threads", "vector_stores", "conversations", "responses"): "nothing is stored "
+    "here; send what a text needs with its request",
 }
 
 
 def _instead(path: str) -> str:
     """What to do in place of asking for a path that there is not."""
-    short = path.removeprefix("/v1").removeprefix("/v2")
-    for names, said in _ELSEWHERE.items():
-        if short in names or any(name.endswith("/") and short.startswith(name) for name in names):
-            return said
-    return "see docs/serving.md for what there is"
+    first, *more = path.strip("/").split("/")
+    name = more[0] if first in ("v1", "v2") and more else first
+    return next((said for names, said in _ELSEWHERE.items() if name in names), "see docs/serving.md for what there is")
 
 
 async def _no_route(request: Request, error: Exception) -> Response:

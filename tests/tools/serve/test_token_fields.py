@@ -146,6 +146,10 @@ def test_the_least_tokens_of_a_text(http: httpx2.Client) -> None:
     for least, count in ((0, 1), (4, 5), (6, 6)):
         found = made(http, min_tokens=least, logit_bias={str(end): 1000}, return_token_ids=True)
         assert found["usage"]["completion_tokens"] == count and end not in found["choices"][0]["token_ids"][:least]
+    free = made(http, return_token_ids=True)["choices"][0]
+    for ends in {"stop": free["text"][:2]}, {"stop_token_ids": free["token_ids"][:1]}:
+        assert made(http, **ends)["usage"]["completion_tokens"] < 6
+        assert made(http, **ends, min_tokens=6)["usage"]["completion_tokens"] == 6
 
 
 def test_control_tokens_of_a_text(http: httpx2.Client) -> None:
