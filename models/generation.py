@@ -19,12 +19,13 @@ class Piece(NamedTuple):
     """One generated token. text: what became complete with it and can't be part of a stop text any more, often "".
     finish: "" while the text goes on, at the last token why it ends: "eog" (an end-of-generation token), "stop",
     "length" (as many tokens as asked for) or "context" (it is full). logprobs: of this token and of the likeliest
-    beside it, None unless asked for."""
+    beside it, None unless asked for; word: the stop text that ended it, "" for a token."""
 
     token: int
     text: str
     finish: str = ""
     logprobs: Logprobs | None = None
+    word: str = ""
 
 
 class Stops:
@@ -64,8 +65,9 @@ def _ids(ids: object, n_vocab: int) -> list[int]:
 
 @dataclass(frozen=True)
 class TextRules:
-    """generate()'s keywords that say what a text may be and where it ends. Raises SessionError for those that can't be,
-    or not together."""
+    """generate()'s keywords that say what a text may be and where it ends. least: tokens before which nothing but their
+    number ends it; tells_stop: the stop text that ends it is told; special: control tokens are told. Raises
+    SessionError for those that can't be, or not together."""
 
     n: int
     stop: str | Iterable[str] = ()
@@ -75,6 +77,9 @@ class TextRules:
     json_schema: str | Mapping[str, Any] | None = None
     logprobs: int | None = None
     regex: str | None = None
+    least: int = 0
+    tells_stop: bool = False
+    special: bool = False
 
     def __post_init__(self) -> None:
         if isinstance(self.n, bool) or not isinstance(self.n, int) or self.n < -1:
@@ -87,6 +92,11 @@ class TextRules:
                 "a text that follows a grammar, a JSON schema or a regex ends with it: give one of grammar, "
                 "json_schema, regex and ignore_eos, got several"
             )
+        if self.least and not self.is_free:
+            raise SessionError(
+                "a text that follows a grammar, a JSON schema or a regex ends where that does, got at least "
+                f"{self.least} tokens; leave one of them out"
+            )
         object.__setattr__(self, "stop", _texts(self.stop))
         object.__setattr__(self, "stop_ids", _listed(self.stop_ids))
 
@@ -97,7 +107,11 @@ class TextRules:
 
     def pieces(self, tokenizer: Tokenizer) -> Pieces:
         """What makes pieces of a new text."""
-        return Pieces(tokenizer, Stops(tokenizer, self.stop, self.stop_ids), self.n, ignore_eos=self.ignore_eos)
+        stops = Stops(tokenizer, self.stop, self.stop_ids)
+        return Pieces(
+            tokenizer, stops, self.n, ignore_eos=self.ignore_eos, least=self.least, tells_stop=self.tells_stop,
+            special=self.special,
+        )  # fmt: skip
 
     def sampler(self, tokenizer: Tokenizer, n_vocab: int, params: SamplerParams, matcher: Matcher | None) -> Sampler:
         """What chooses a new text's tokens. n_vocab: how many logits there are; matcher: what a grammar lets through.
@@ -108,7 +122,10 @@ class TextRules:
         dry = params.dry_multiplier and not params.mirostat
         breakers = breakers_of(tokenizer, params.dry_sequence_breaker) if dry else Breakers({})
         never = tokenizer.eog_ids if self.ignore_eos else ()
-        return Sampler(params, never=never, matcher=matcher, breakers=breakers, best=self.logprobs)
+        late = Stops(tokenizer, self.stop, self.stop_ids).ids | tokenizer.eog_ids if self.least else ()
+        return Sampler(
+            params, never=never, matcher=matcher, breakers=breakers, best=self.logprobs, late=late, least=self.least
+        )
 
 
 class StopFilter:
@@ -118,23 +135,23 @@ class StopFilter:
         self._matchers = [_Matcher(text) for text in texts]
         self._held = ""
 
-    def push(self, text: str) -> tuple[str, bool]:
-        """The text that can be shown now, and whether a stop text is complete; then nothing of it was shown.
+    def push(self, text: str) -> tuple[str, str]:
+        """The text that can be shown now, and the stop text that is complete, "" for none; nothing of it was shown.
 
         Of several stop texts the one that is complete first counts, of those the longest.
         """
         if not self._matchers:
-            return text, False
+            return text, ""
         for i, char in enumerate(text):
             complete = max((m.size for m in self._matchers if m.step(char) == m.size), default=0)
             if complete:
                 before = self._held + text[: i + 1]
                 self._held = ""
-                return before[: len(before) - complete], True
+                return before[: len(before) - complete], before[len(before) - complete :]
         self._held += text
         shown = len(self._held) - max(m.state for m in self._matchers)
         out, self._held = self._held[:shown], self._held[shown:]
-        return out, False
+        return out, ""
 
     def flush(self) -> str:
         """What was held back, as no more text comes."""
@@ -165,14 +182,19 @@ class _Matcher:
 
 
 class Pieces:
-    """The pieces of one text, from its tokens. n: how many may come, -1: any number; ignore_eos: no token is an end."""
+    """The pieces of one text, from its tokens. n: how many may come, -1: any number; ignore_eos: no token is an end;
+    least: of so many tokens none is one, and no stop text; tells_stop: the stop text that ends it is told; special:
+    control tokens are told, but for what ends it."""
 
-    def __init__(self, tokenizer: Tokenizer, stops: Stops, n: int, *, ignore_eos: bool = False) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, stops: Stops, n: int, *, ignore_eos: bool = False, least: int = 0,
+        tells_stop: bool = False, special: bool = False,
+    ) -> None:  # fmt: skip
         self.made = 0
-        self._n = n
+        self._n, self._least, self._tells_stop = n, least, tells_stop
         self._ends = stops.ids | (set() if ignore_eos else tokenizer.eog_ids)
         self._eog = tokenizer.eog_ids
-        self._stream = tokenizer.stream()
+        self._stream = tokenizer.stream(special)
         self._filter = StopFilter(stops.texts)
 
     def add(self, token: int, logprobs: Logprobs | None = None, *, full: bool = False) -> Piece:
@@ -183,9 +205,10 @@ class Pieces:
             finish, text = "eog" if token in self._eog else "stop", ""
         else:
             text = self._stream.push(token)
-        shown, stopped = self._filter.push(text + self._stream.flush() if finish else text)
-        if stopped:
-            finish = "stop"
+        whole = text + self._stream.flush() if finish else text
+        shown, word = self._filter.push(whole) if self.made > self._least else (whole, "")
+        if word:
+            finish, shown = "stop", shown + word if self._tells_stop else shown
         elif finish:
             shown += self._filter.flush()
-        return Piece(token, shown, finish, logprobs)
+        return Piece(token, shown, finish, logprobs, word)

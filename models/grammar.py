@@ -17,6 +17,7 @@ from graphrt.errors import SessionError
 from graphrt.models.closed_schema import closed
 from graphrt.models.gbnf import MAX_CHARS, to_lark
 from graphrt.models.recent import Recent
+from graphrt.models.regex_classes import ascii_classes
 from graphrt.models.tokenizer import Tokenizer
 from graphrt.printing import brief, cut
 
@@ -88,7 +89,7 @@ class GrammarVocab:
         elif kind == "regex":
             if len(text) > MAX_CHARS:
                 raise SessionError(f"a regex may have {MAX_CHARS} characters, got {len(text)}; make it smaller")
-            made = source.grammar_from_regex(text)
+            made = source.grammar_from_regex(ascii_classes(text))
         else:
             narrow = json.dumps(closed(json.loads(text)))
             made = source.grammar_from_json_schema(narrow, overrides=_JSON)

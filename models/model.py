@@ -21,6 +21,7 @@ from graphrt.models.arch import architecture
 from graphrt.models.arch.encoder import Encoder
 from graphrt.models.arch.skeleton import Decoder
 from graphrt.models.arch.transformer import Transformer
+from graphrt.models.chat import KEY as TEMPLATE_KEY
 from graphrt.models.chat import ChatTemplate, start_soon
 from graphrt.models.chat import from_metadata as chat_from_metadata
 from graphrt.models.choices import text
@@ -136,6 +137,10 @@ class Model:
         """The file's chat template, None when it has none."""
         start_soon(self.file.metadata)
         return chat_from_metadata(self.file.metadata, self.tokenizer)
+
+    def use_chat_template(self, source: str) -> None:
+        """Has this template, a text in Jinja, stand in the place of the file's own."""
+        self.__dict__["chat_template"] = chat_from_metadata({TEMPLATE_KEY: source}, self.tokenizer)
 
     @property
     def bytes_per_token(self) -> int:

@@ -95,7 +95,8 @@ class Sampler:
 
     never: ids of tokens that are never drawn, to which come those with a bias of -inf; matcher: what a grammar lets
     through; breakers: what DRY's sequence breakers are in this vocabulary; biases: what is added to logits by id; best:
-    how many likeliest tokens `logprobs` names beside the chosen one, None for no log-probabilities. seed: the seed in
+    how many likeliest tokens `logprobs` names beside the chosen one, None for no log-probabilities; late: tokens that
+    are not drawn before `least` others, for which the host has to choose all of a text's. seed: the seed in
     use, also when the parameters ask for a random one. uniforms: its random numbers; one a token, and one more before
     it where XTC is on. logprobs: of the latest choice, if asked for.
     """
@@ -108,6 +109,8 @@ class Sampler:
         matcher: Matcher | None = None,
         breakers: Breakers = Breakers({}),
         best: int | None = None,
+        late: Iterable[int] = (),
+        least: int = 0,
     ) -> None:
         self.params = params or SamplerParams()
         self.seed = secrets.randbits(32) if self.params.seed == -1 else self.params.seed
@@ -116,6 +119,7 @@ class Sampler:
         self.logprobs: Logprobs | None = None
         self.biases = self.params.biases | dict.fromkeys(never, -math.inf)
         self.never = frozenset(token for token, bias in self.biases.items() if bias == -math.inf)
+        self._late, self.least = dict.fromkeys(late, -math.inf), least
         self.reset()
 
     @property
@@ -134,7 +138,7 @@ class Sampler:
     @property
     def _looks_back(self) -> bool:
         """What came before changes the choice, or its log-probability is wanted: the host needs the logits."""
-        return self.matcher is not None or self.best is not None or self._penalizes
+        return self.matcher is not None or self.best is not None or self._penalizes or self.least > 0
 
     @property
     def _penalizes(self) -> bool:
@@ -175,7 +179,7 @@ class Sampler:
 
     def reset(self) -> None:
         """Starts the random numbers over, and what mirostat has learned."""
-        self.uniforms = Uniforms(self.seed)
+        self.uniforms, self._made = Uniforms(self.seed), 0
         p = self.params
         self._mirostat = Mirostat(p.mirostat, p.mirostat_ent, p.mirostat_lr) if p.mirostat else None
 
@@ -189,6 +193,7 @@ class Sampler:
         if self.is_greedy and (likeliest := int(given.argmax())) not in self.never:
             return likeliest
         token = self._choose(self._allowed(given), history)
+        self._made += 1
         if self.best is not None:
             self.logprobs = logprobs_of(given, token, self.best)
         if self.matcher is not None:
@@ -197,7 +202,7 @@ class Sampler:
 
     def _allowed(self, logits: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
         """The logits with biases, and -inf for what a grammar forbids."""
-        values = add_biases(logits, self.biases)
+        values = add_biases(logits, self.biases if self._made >= self.least else self.biases | self._late)
         if self.matcher is not None:
             mask = self.matcher.mask()[: len(values)]
             values = np.where(mask, values[: len(mask)], np.float32(-np.inf))

@@ -58,7 +58,7 @@ class Drawn:
 def drawn(sampler: Sampler, n_ctx: int) -> Drawn | None:
     """What makes SAMPLE_EACH choose as a sampler does, None where nothing does: top_n_sigma, a temperature that
     changes, mirostat, DRY behind a repeat penalty, log-probabilities, a top_k that is off or over 1024, more biases or
-    a longer memory than there is room for. n_ctx: the most tokens of a text."""
+    a longer memory than there is room for, ends that must come late. n_ctx: the most tokens of a text."""
     p = sampler.params
     changes = p.top_n_sigma > 0 or p.dynatemp_range > 0 or p.mirostat
     last_n = (n_ctx if p.repeat_last_n < 0 else p.repeat_last_n) if sampler.has_penalties else 0
@@ -66,7 +66,7 @@ def drawn(sampler: Sampler, n_ctx: int) -> Drawn | None:
         return None
     if sampler.has_dry and sampler.has_penalties and p.repeat_penalty != 1:  # that one multiplies, biases come before
         return None
-    if sampler.best is not None or len(sampler.biases) > MAX_BIASES or min(last_n, n_ctx) > MAX_PAST:
+    if sampler.best is not None or sampler.least or len(sampler.biases) > MAX_BIASES or min(last_n, n_ctx) > MAX_PAST:
         return None
     edits = {
         "repeat": p.repeat_penalty, "frequency": p.frequency_penalty, "presence": p.presence_penalty,

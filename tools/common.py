@@ -179,6 +179,18 @@ def add_page_arguments(parser: Any, what: str) -> None:
     )
 
 
+def add_template_argument(parser: argparse._ActionsContainer) -> None:
+    """--chat-template-file."""
+    template = "a file with the chat template to use instead of the model's own"
+    parser.add_argument("--chat-template-file", metavar="FILE", help=template)
+
+
+def use_template(model: Model, args: argparse.Namespace) -> None:
+    """Has a model use the template of --chat-template-file, if it is given. Raises SessionError, ChatTemplateError."""
+    if args.chat_template_file is not None:
+        model.use_chat_template(read_text(args.chat_template_file))
+
+
 def add_tp_argument(parser: argparse.ArgumentParser) -> None:
     """--tp and --pp: over how many ranks."""
     tp = "ranks on this host, each a process with a part of every weight (torchrun sets its own number; default: 1)"

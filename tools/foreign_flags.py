@@ -54,7 +54,9 @@ _ROWS: dict[tuple[str, ...], Foreign] = {
     ("--jinja",): _idle("a model's template is always rendered as Jinja"),
     ("--no-jinja",): _instead("a model's template is always rendered as Jinja; --raw leaves it out"),
     ("--chat-template", "--chat-template-file"): _instead(
-        "the file's own template is used; --raw takes a prompt that you have put into another form yourself", 1
+        "the file's own template is used; chat and serve take another one from a file, with --chat-template-file, and "
+        "run takes a prompt that you have put into another form yourself, with --raw",
+        1,
     ),
     ("-tb", "--threads-batch", "-td", "--threads-draft"): _idle(_THREADS, 1),
     ("-C", "--cpu-mask", "-Cr", "--cpu-range", "--prio", "--poll", "--numa"): _idle(f"{_THREADS}; see taskset", 1),

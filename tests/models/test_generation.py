@@ -6,11 +6,12 @@ from __future__ import annotations
 import inspect
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -21,8 +22,9 @@ from graphrt.models import Model, Piece, SamplerParams, load
 from graphrt.models.choices import choices
 from graphrt.models.engine import SessionOptions
 from graphrt.models.engine_paged import PagedEngine
-from graphrt.models.generation import StopFilter
+from graphrt.models.generation import StopFilter, TextRules
 from graphrt.models.sampling import Sampler
+from graphrt.models.sampling_device import drawn
 from graphrt.models.sampling_logprobs import logprobs_of
 
 F32 = SessionOptions(type_k="f32", type_v="f32")
@@ -47,6 +49,14 @@ def ids(pieces: list[Piece]) -> list[int]:
     return [piece.token for piece in pieces]
 
 
+def to_its_end(pieces: Iterable[Piece]) -> Iterator[Piece]:
+    """The pieces to the one that ends the text."""
+    for piece in pieces:
+        yield piece
+        if piece.finish:
+            return
+
+
 def joined(pieces: list[Piece]) -> str:
     return "".join(piece.text for piece in pieces)
 
@@ -58,7 +68,7 @@ def joined(pieces: list[Piece]) -> str:
 def test_text_goes_through_until_a_stop_is_complete(stops: list[str], chunks: list[str]) -> None:
     """Whatever the pieces: up to the stop that is complete first, the longest of those; and no character later than it
     must be: what is held back is the beginning of a stop."""
-    text, filtered, shown, stopped = "".join(chunks), StopFilter(stops), "", False
+    text, filtered, shown, stopped = "".join(chunks), StopFilter(stops), "", ""
     for i, chunk in enumerate(chunks):
         out, stopped = filtered.push(chunk)
         shown += out
@@ -69,7 +79,7 @@ def test_text_goes_through_until_a_stop_is_complete(stops: list[str], chunks: li
     ends = {text.index(stop) + len(stop): stop for stop in sorted(stops, key=len) if stop in text}
     if ends:
         first = min(ends)
-        assert stopped and shown == text[: first - len(ends[first])]
+        assert stopped == ends[first] and shown == text[: first - len(ends[first])]
     else:
         assert not stopped and shown + filtered.flush() == text
 
@@ -77,11 +87,11 @@ def test_text_goes_through_until_a_stop_is_complete(stops: list[str], chunks: li
 def test_a_stop_that_falls_back_on_a_part_of_itself() -> None:
     filtered = StopFilter(["aab"])
     assert [filtered.push(char) for char in "aaaab"] == [
-        ("", False),
-        ("", False),
-        ("a", False),
-        ("a", False),
-        ("", True),
+        ("", ""),
+        ("", ""),
+        ("a", ""),
+        ("a", ""),
+        ("", "aab"),
     ]
 
 
@@ -95,10 +105,45 @@ def test_a_stop_text_ends_the_text_and_is_not_given(model: Model) -> None:
         model.generate("hello", 40, temp=0, ignore_eos=True, stop=["never comes", stop], session=model.session(F32))
     )
     assert joined(pieces) == text[:at] and [p.finish for p in pieces] == [""] * (len(pieces) - 1) + ["stop"]
-    assert len(pieces) < 40 and ids(pieces) == ids(free)[: len(pieces)]
+    assert len(pieces) < 40 and ids(pieces) == ids(free)[: len(pieces)] and pieces[-1].word == stop
     assert list(model.generate("hello", 40, temp=0, ignore_eos=True, stop=stop, session=model.session(F32))) == pieces
     held = list(model.generate("hello", 40, temp=0, ignore_eos=True, stop=text[-1] + "...", session=model.session(F32)))
     assert joined(held) == text and held[-1].finish == "length", "what was held back comes at the end"
+
+
+def test_a_stop_text_is_given_where_it_is_asked_for(model: Model) -> None:
+    said = model.tokenizer.encode("hello world, hello", False)
+    told = TextRules(40, "wor", tells_stop=True).pieces(model.tokenizer)
+    pieces = list(to_its_end(map(told.add, said)))
+    assert joined(pieces).endswith("hello wor") and (pieces[-1].finish, pieces[-1].word) == ("stop", "wor")
+
+
+def test_nothing_ends_a_text_of_fewer_tokens_than_it_must_have(model: Model) -> None:
+    """Neither its own end, nor a stop of either kind: the tokens that would are not drawn; behind the least number they
+    are as before."""
+    tokenizer, n_vocab = model.tokenizer, model.tokenizer.n_vocab
+    end, stop, word = min(tokenizer.eog_ids), 300, tokenizer.encode("x", False)[-1]
+    rules = TextRules(40, "x", [stop], least=3)
+    logits = np.zeros(n_vocab, np.float32)
+    logits[[stop, end, word]] = 3, 2, 1
+    sampler = rules.sampler(tokenizer, n_vocab, SamplerParams(temp=0), None)
+    assert not sampler.is_greedy and drawn(sampler, 64) is None, "a device knows of no least number"
+    assert [sampler.sample(logits) for _ in range(5)] == [word] * 3 + [stop] * 2
+    sampler.reset()
+    assert sampler.sample(logits) == word, "a new text begins"
+    pieces = rules.pieces(tokenizer)
+    assert [pieces.add(word).finish for _ in range(4)] == ["", "", "", "stop"]
+    with pytest.raises(SessionError, match=r"ends where that does, got at least 5 tokens; leave one of them out"):
+        TextRules(20, least=5, regex="a+")
+
+
+def test_control_tokens_are_given_where_they_are_asked_for(model: Model) -> None:
+    """All but the one that ends the text."""
+    begin, end = model.tokenizer.bos_id, min(model.tokenizer.eog_ids)
+    assert begin is not None
+    for special, shown in ((True, model.tokenizer.piece(begin).decode()), (False, "")):
+        pieces = TextRules(3, special=special).pieces(model.tokenizer)
+        assert joined([pieces.add(begin), pieces.add(end)]) == shown
 
 
 def test_a_stop_id_ends_the_text(model: Model) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import regex
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.effort import instructions
 from support.tiny import bpe, spm
@@ -23,6 +23,7 @@ from graphrt.errors import GraphrtError, SessionError
 from graphrt.models.closed_schema import closed
 from graphrt.models.gbnf import MAX_CHARS, MAX_DEPTH, MAX_RULES, MAX_SYMBOLS, to_lark
 from graphrt.models.grammar import KEPT_GRAMMARS, MAX_REFS, GrammarMatcher, GrammarVocab, masks_of
+from graphrt.models.regex_classes import ascii_classes
 from graphrt.models.sampling_device import Drawn, SampleTables
 from graphrt.models.tokenizer import Tokenizer
 
@@ -44,6 +45,28 @@ def vocab(request: pytest.FixtureRequest) -> GrammarVocab:
 @pytest.fixture(scope="module")
 def plain() -> GrammarVocab:
     return GrammarVocab(tokenizer(bpe()))
+
+
+#: Parts of regular expressions with classes of characters, and what a text may be made of.
+PARTS = [r"\d", r"\w", r"[\d]", r"[^\w]", r"[]\d]", r"[^]\d]", r"[a\]\d]", r"\\d", r"\[\d", "a", "]"]
+CHARS = ["1", "٣", "a", "é", "_", "]", "[", "\\", "d", "^"]
+
+
+@given(st.lists(st.sampled_from(PARTS), max_size=4), st.lists(st.sampled_from(CHARS), max_size=6))
+@example([r"[]\d]"], ["1"])
+@example([r"[^]\d]"], ["a"])
+def test_digits_and_letters_of_a_regex_are_those_of_ascii(parts: list[str], text: list[str]) -> None:
+    """What is written out says without re.ASCII what the pattern says with it."""
+    pattern, said = "".join(parts), "".join(text)
+    written = re.fullmatch(ascii_classes(pattern), said)
+    assert bool(written) == bool(re.fullmatch(pattern, said, re.ASCII))
+
+
+def test_a_number_of_a_regex_is_one_that_programs_read(plain: GrammarVocab) -> None:
+    def fits(text: str) -> bool:
+        return follow(plain.matcher(None, None, r"[\d]{2}\w"), plain, text)
+
+    assert fits("12a") and not fits("1٣a") and not fits("12é")
 
 
 def piece(vocab: GrammarVocab, token: int) -> bytes:

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from graphrt.models.generation import Piece
-from graphrt.models.tokenizer import Tokenizer
+from graphrt.models.sampling_logprobs import Logprobs
 from graphrt.tools.serve.scheduler import Text
+from graphrt.tools.serve.spelling import Spelling
 
 #: Piece.finish -> finish_reason.
 FINISH = {"eog": "stop", "stop": "stop", "length": "length", "context": "length"}
@@ -71,18 +72,18 @@ def _rates(name: str, n: int, seconds: float) -> dict[str, float]:
     }
 
 
-def native_logprobs(piece: Piece, tokenizer: Tokenizer) -> dict[str, Any]:
+def native_logprobs(piece: Piece, spelling: Spelling) -> dict[str, Any]:
     """A token's in llama-server's form, which has ids too."""
     assert piece.logprobs is not None
-    best = [{"id": token, **_token(tokenizer, token, logprob)} for token, logprob in piece.logprobs.best]
-    return {"id": piece.token, **_token(tokenizer, piece.token, piece.logprobs.token), "top_logprobs": best}
+    best = [{"id": token, **_token(spelling, token, logprob)} for token, logprob in piece.logprobs.best]
+    return {"id": piece.token, **_token(spelling, piece.token, piece.logprobs.token), "top_logprobs": best}
 
 
-def chat_logprobs(pieces: Sequence[Piece], tokenizer: Tokenizer) -> dict[str, Any] | None:
+def chat_logprobs(pieces: Sequence[Piece], spelling: Spelling) -> dict[str, Any] | None:
     """Those of a chat's tokens, None where none were asked for. The token that ends a text is left out."""
     told = [
-        _token(tokenizer, piece.token, piece.logprobs.token)
-        | {"top_logprobs": [_token(tokenizer, *best) for best in piece.logprobs.best]}
+        _token(spelling, piece.token, piece.logprobs.token)
+        | {"top_logprobs": [_token(spelling, *best) for best in piece.logprobs.best]}
         for piece in pieces
         if piece.logprobs is not None and piece.finish != "eog"
     ]
@@ -90,27 +91,55 @@ def chat_logprobs(pieces: Sequence[Piece], tokenizer: Tokenizer) -> dict[str, An
 
 
 def completion_logprobs(
-    pieces: Sequence[Piece], tokenizer: Tokenizer, offset: int = 0, prompt: Text | None = None
+    pieces: Sequence[Piece], spelling: Spelling, offset: int = 0, prompt: Text | None = None, best: int = 0
 ) -> dict[str, Any] | None:
     """The same in the older form of completions. offset: characters before the first one, -1 for a space that it has
-    and the text has not; prompt: a text whose prompt's come first. Nobody chose the first of its tokens."""
+    and the text has not; prompt: a text whose prompt's come first, with so many of the likeliest each. Nobody chose the
+    first of its tokens."""
     told = [(piece.token, piece.logprobs) for piece in pieces if piece.logprobs and piece.finish != "eog"]
     found: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-    read = [*zip(prompt.prompt, [None, *prompt.scores])] if prompt is not None else []
+    read: list[tuple[int, Logprobs | None]] = []
+    if prompt is not None:
+        read = [*zip(prompt.prompt, [None, *(each._replace(best=each.best[:best]) for each in prompt.scores)])]
     for i, (token, logprobs) in enumerate([*read, *told]):
-        text = _text(tokenizer, token)
-        found["tokens"].append(text)
+        name = spelling.name(token)
+        found["tokens"].append(name)
         found["text_offset"].append(max(0, offset))
-        offset += len(text) if i >= len(read) else length([token], tokenizer)
+        offset += len(spelling.text(token, special=i >= len(read)))
         if logprobs is None:
             found["token_logprobs"].append(None)
             found["top_logprobs"].append(None)
             continue
         found["token_logprobs"].append(_finite(logprobs.token))
-        # of tokens with one spelling the likeliest, and the text's own token in any case, as OpenAI has it
-        best = {_text(tokenizer, token): _finite(logprob) for token, logprob in reversed(logprobs.best)}
-        found["top_logprobs"].append({**dict(reversed(best.items())), text: _finite(logprobs.token)})
+        # of tokens with one spelling the likeliest, and the text's own token in any case, as OpenAI has it; that comes
+        # first, as vLLM has it
+        likely = {spelling.name(token): _finite(logprob) for token, logprob in reversed(logprobs.best)}
+        own = {name: _finite(logprobs.token)}
+        found["top_logprobs"].append(own | dict(reversed(likely.items())) | own)
     return found if found["tokens"] else None
+
+
+def prompt_logprobs(text: Text, best: int, spelling: Spelling) -> list[dict[str, Any] | None]:
+    """Those of a prompt's tokens in vLLM's form, by ids: the token that is there, and so many of the likeliest. A rank
+    is told where it is known."""
+    found: list[dict[str, Any] | None] = [None]
+    for token, logprobs in zip(text.prompt[1:], text.scores):
+        ranks = {each: i + 1 for i, (each, _) in enumerate(logprobs.best)}
+        named = {token: logprobs.token, **dict(logprobs.best[:best])}
+        found.append(
+            {
+                str(each): {"logprob": _finite(value), "rank": ranks.get(each), "decoded_token": spelling.text(each)}
+                for each, value in named.items()
+            }
+        )
+    return found
+
+
+def ended_by(piece: Piece) -> dict[str, str | int | None]:
+    """What ended a text: a stop text or a token, None for its number of tokens. vLLM's name doesn't tell of the model's
+    own end, SGLang's does."""
+    found = piece.word or (piece.token if piece.finish in ("stop", "eog") else None)
+    return {"stop_reason": None if piece.finish == "eog" else found, "matched_stop": found}
 
 
 def mean_logprob(pieces: Sequence[Piece]) -> float:
@@ -118,23 +147,13 @@ def mean_logprob(pieces: Sequence[Piece]) -> float:
     return sum(_finite(piece.logprobs.token) for piece in pieces if piece.logprobs is not None) / len(pieces)
 
 
-def length(prompt: Sequence[int], tokenizer: Tokenizer) -> int:
+def length(prompt: Sequence[int], spelling: Spelling) -> int:
     """The characters of a prompt's tokens; control tokens have none."""
-    return sum(len(_text(tokenizer, token, special=False)) for token in prompt)
+    return sum(len(spelling.text(token, special=False)) for token in prompt)
 
 
-def _token(tokenizer: Tokenizer, token: int, logprob: float) -> dict[str, Any]:
-    spelled = _bytes(tokenizer, token)
-    return {"token": spelled.decode("utf-8", "replace"), "bytes": list(spelled), "logprob": _finite(logprob)}
-
-
-def _text(tokenizer: Tokenizer, token: int, *, special: bool = True) -> str:
-    return _bytes(tokenizer, token, special=special).decode("utf-8", "replace")
-
-
-def _bytes(tokenizer: Tokenizer, token: int, *, special: bool = True) -> bytes:
-    """Models may have more logits than tokens."""
-    return tokenizer.piece(token, special) if token < tokenizer.n_vocab else b""
+def _token(spelling: Spelling, token: int, logprob: float) -> dict[str, Any]:
+    return {"token": spelling.name(token), "bytes": list(spelling.bytes(token)), "logprob": _finite(logprob)}
 
 
 def _finite(logprob: float) -> float:

@@ -50,7 +50,7 @@ _SHORT = {
     for name in ("chat/completions", "responses", "embeddings", "models", "models/{name:path}")
 } | {"/completion": "/completions"}
 #: What anybody may ask for.
-PUBLIC = {"/", "/health", "/v1/health"}
+PUBLIC = {"/", "/health", "/v1/health", "/ping"}
 
 
 def application(
@@ -112,16 +112,37 @@ def routes_of(state: State) -> list[Served]:
         Served("POST", "/lora-adapters", other.set_adapters, "other usual scales", AdapterScales),
         Served("GET", "/health", other.health, "whether it works"),
         Served("GET", "/v1/health", other.health, "whether it works"),
+        Served("GET", "/ping", other.health, "whether it works, by the name that some clouds ask for"),
+        Served("GET", "/version", other.version, "the server's version"),
         Served("GET", "/metrics", other.metrics, "figures in Prometheus' form"),
         Served("GET", "/props", other.props, "settings"),
         Served("GET", "/slots", other.slots, "the texts that are made"),
     ]
 
 
+#: What other servers' APIs have at these paths, and below them, is not here -> what to do instead.
+_ELSEWHERE = {
+    ("rerank", "reranking", "score", "classify", "pooling"): "no model here ranks or sorts texts; /v1/embeddings gives "
+    "vectors to compare",
+    ("api",): "Ollama's own API is not here; give its client's OpenAI form the address of /v1",
+    ("messages",): "Anthropic's API is not here; use /v1/chat/completions or /v1/responses",
+    ("audio", "images", "realtime"): "models read and write text alone",
+    ("files", "batches", "assistants", "threads", "vector_stores", "conversations", "responses"): "nothing is stored "
+    "here; send what a text needs with its request",
+}
+
+
+def _instead(path: str) -> str:
+    """What to do in place of asking for a path that there is not."""
+    first, *more = path.strip("/").split("/")
+    name = more[0] if first in ("v1", "v2") and more else first
+    return next((said for names, said in _ELSEWHERE.items() if name in names), "see docs/serving.md for what there is")
+
+
 async def _no_route(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     said = {
-        404: f"there is no {request.url.path[:80]!r} here; see docs/serving.md for what there is",
+        404: f"there is no {request.url.path[:80]!r} here; {_instead(request.url.path)}",
         405: f"{request.url.path[:80]!r} is not for {request.method}",
     }
     message = said.get(error.status_code, error.detail)

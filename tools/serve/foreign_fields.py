@@ -16,6 +16,8 @@ UNUSED = frozenset(
         # vLLM's: the same, and how it makes a text follow a form
         *("priority", "request_id", "cache_salt", "include_reasoning", "spaces_between_special_tokens"),
         *("guided_decoding_backend", "guided_whitespace_pattern", "kv_transfer_params", "mm_processor_kwargs"),
+        # SGLang's: that what is thought comes in the stream as it is made
+        "stream_reasoning",
     )
 )
 #: Taken where they have one of these values.
@@ -33,10 +35,6 @@ USUAL: dict[str, tuple[Any, ...]] = {
     "use_beam_search": (False,),
     "early_stopping": (False,),
     "length_penalty": (1, 1.0),
-    "skip_special_tokens": (True,),
-    "include_stop_str_in_output": (False,),
-    "return_token_ids": (False,),
-    "return_tokens_as_token_ids": (False,),
     "documents": ([],),
     "bad_words": ([],),
 }

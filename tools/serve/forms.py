@@ -1,5 +1,5 @@
 """The form that a request asks for, whatever it calls it: OpenAI's response_format, llama-server's grammar and
-json_schema, vLLM's guided_json and structured_outputs, and our own regex."""
+json_schema, vLLM's guided_json and structured_outputs, SGLang's regex and ebnf."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def _forms(request: Generating) -> Iterator[Form]:
     if format_ is not None and format_.type != "text":
         yield Form("response_format", schema=_of_format(format_))
     if request.json_schema is not None:
-        yield Form("json_schema", schema=loose(request.json_schema))
-    for name in ("grammar", "guided_grammar"):
+        yield Form("json_schema", schema=_schema(request.json_schema, "json_schema"))
+    for name in ("grammar", "guided_grammar", "ebnf"):
         if getattr(request, name) is not None:
             yield Form(name, grammar=getattr(request, name))
     for name in ("regex", "guided_regex"):

@@ -39,9 +39,11 @@ class Chunks:
     def __init__(self, head: Mapping[str, Any], usage: Callable[[], Mapping[str, Any]] | None = None) -> None:
         self._head, self._usage = encoded(dict(head))[:-1], usage
 
-    def __call__(self, choice: Mapping[str, Any]) -> str:
-        """A piece of one choice."""
-        told = f',"usage":{encoded(self._usage())}' if self._usage is not None else ""
+    def __call__(self, choice: Mapping[str, Any], **more: Any) -> str:
+        """A piece of one choice. more: what is told beside it."""
+        told = "".join(f",{encoded(name)}:{encoded(value)}" for name, value in more.items())
+        if self._usage is not None:
+            told += f',"usage":{encoded(self._usage())}'
         return f'{self._head},"choices":[{encoded(choice)}]{told}}}'
 
     def form(self, choice: Mapping[str, Any]) -> Callable[[str], str]:

@@ -15,8 +15,22 @@ _REMEMBERED = "600"
 _METHODS = "GET, POST, OPTIONS"
 
 
+#: Names of the machine that a browser runs on.
+_LOCAL = ("localhost", "127.0.0.1", "::1")
+
+
+def _place(origin: str) -> tuple[str, str | None]:
+    """Where a page is from: name and port, and the name alone. Of what is no address nothing."""
+    try:
+        parts = urlsplit(origin)
+        return parts.netloc, parts.hostname
+    except ValueError:  # of brackets that are not closed
+        return "", None
+
+
 class Origins:
-    """allowed: origins as browsers name them, https://chat.example; "*" for all of them."""
+    """allowed: origins as browsers name them, https://chat.example; "*" for all of them; "localhost" for pages of the
+    visitor's own machine, at whatever port."""
 
     def __init__(self, allowed: Iterable[str] = ()) -> None:
         self._allowed = {each.rstrip("/").lower() for each in allowed}
@@ -30,9 +44,11 @@ class Origins:
         origin = request.headers.get("origin")
         if origin is None:
             return None
-        if "*" in self._allowed or origin.lower() in self._allowed:
+        place, name = _place(origin)
+        local = "localhost" in self._allowed and name in _LOCAL
+        if local or "*" in self._allowed or origin.lower() in self._allowed:
             return origin
-        if urlsplit(origin).netloc == request.headers.get("host"):
+        if place and place == request.headers.get("host"):
             return None
         raise ApiError("pages of other sites may not use this server; start it with --cors-origins to let them",
                        status=403)  # fmt: skip

@@ -18,6 +18,7 @@ from graphrt.tools.serve.schemas import (
     NamedTool,
     Part,
     ResponseFormat,
+    Sampling,
     Tool,
     ToolCall,
 )
@@ -35,12 +36,13 @@ def as_chat(body: ResponsesRequest) -> ChatRequest:
             raise ApiError(f"{name} names what is stored, and nothing is stored here; send the conversation as input",
                            param=name)  # fmt: skip
     return ChatRequest(
-        messages=_messages(body), max_completion_tokens=body.max_output_tokens, temperature=body.temperature,
-        top_p=body.top_p, response_format=_format(body), tools=_tools(body) or None,
-        tool_choice=_choice(body.tool_choice),
+        **{name: getattr(body, name) for name in Sampling.model_fields},
+        messages=_messages(body), max_completion_tokens=body.max_output_tokens, response_format=_format(body),
+        tools=_tools(body) or None, tool_choice=_choice(body.tool_choice),
         parallel_tool_calls=body.parallel_tool_calls, logprobs=body.tells_logprobs or None,
         top_logprobs=body.top_logprobs if body.tells_logprobs else None,
         reasoning_effort=body.reasoning.effort if body.reasoning else None,
+        chat_template_kwargs=body.chat_template_kwargs,
     )  # fmt: skip
 
 

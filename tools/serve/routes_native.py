@@ -15,6 +15,7 @@ from graphrt.tools.serve.http import EventStream, body_of, encoded, watched
 from graphrt.tools.serve.inbox import Inbox
 from graphrt.tools.serve.scheduler import Text
 from graphrt.tools.serve.schemas_native import InfillRequest, NativeGenerating, NativeRequest
+from graphrt.tools.serve.spelling import Spelling
 from graphrt.tools.serve.state import State, events, json_response, key_of
 from graphrt.tools.serve.texts import Maker, fields_of
 
@@ -66,12 +67,12 @@ class Answer:
 
     def __init__(self, state: State, body: NativeGenerating, texts: Sequence[Text]) -> None:
         self.state, self.body, self.texts = state, body, texts
-        self._shown, self._finish = [""] * len(texts), [""] * len(texts)
+        self._shown, self._finish, self._word = [""] * len(texts), [""] * len(texts), [""] * len(texts)
         self._made: list[list[int]] = [[] for _ in texts]
 
     def _read(self, i: int, piece: Piece) -> None:
         self._shown[i] += piece.text
-        self._finish[i] = piece.finish
+        self._finish[i], self._word[i] = piece.finish, piece.word
         self._made[i].append(piece.token)
 
     async def whole(self, inbox: Inbox) -> list[dict[str, Any]]:
@@ -124,20 +125,15 @@ class Answer:
             "has_new_line": "\n" in self._shown[i],
             "truncated": finish == "context",
             "stop_type": _STOPPED[finish],
-            "stopping_word": self._word(i, made) if finish == "stop" else "",
+            "stopping_word": self._word[i],
             "tokens_cached": len(text.prompt) + len(made),
             "timings": answers.timings([text]),
         } | (self._probabilities(pieces) if pieces and not silent else {})
 
-    def _word(self, i: int, made: Sequence[int]) -> str:
-        """The stop text that a text ended with, "" where that was a token."""
-        stream = self.state.model.tokenizer.stream()
-        rest = ("".join(map(stream.push, made)) + stream.flush())[len(self._shown[i]) :]
-        return max((each for each in self.body.stops if rest.startswith(each)), key=len, default="")
-
     def _probabilities(self, pieces: Sequence[Piece]) -> dict[str, Any]:
         """Those of tokens, where they were asked for."""
-        told = [answers.native_logprobs(piece, self.state.model.tokenizer) for piece in pieces if piece.logprobs]
+        spelling = Spelling(self.state.model.tokenizer)
+        told = [answers.native_logprobs(piece, spelling) for piece in pieces if piece.logprobs]
         return {"completion_probabilities": told} if told else {}
 
     def _settings(self, text: Text) -> dict[str, Any]:

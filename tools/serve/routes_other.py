@@ -25,8 +25,10 @@ from graphrt.tools.serve.schemas import (
     TokenizeRequest,
     listed,
 )
+from graphrt.tools.serve.spelling import Spelling
 from graphrt.tools.serve.state import State, json_response
 from graphrt.tools.serve.texts import fields_of
+from graphrt.tools.serve.truncation import cut_of
 
 
 class OtherRoutes:
@@ -45,11 +47,14 @@ class OtherRoutes:
         n_embd = model.network.hp.n_embd
         if body.dimensions not in (None, n_embd):
             raise ApiError(f"dimensions must be {n_embd}, the model's own, got {body.dimensions}", param="dimensions")
+        cut = cut_of(body.truncate_prompt_tokens, body.truncation_side, model.network.hp.n_ctx_train)
         several = listed(body.input)
+
+        def tokens(one: str | list[int]) -> list[int]:
+            return cut.of(model.prompt_tokens(one, n_ctx=cut.limit) if isinstance(one, str) else one)
+
         try:
-            ids = await state.aside(
-                lambda: [model.prompt_tokens(one) if isinstance(one, str) else one for one in several]
-            )
+            ids = await state.aside(lambda: [tokens(one) for one in several])
             rows = [row for part in _batches(ids) for row in await state.worker.do(partial(embed, part))]
         except SessionError as error:
             raise of_runtime(error, "input") from error
@@ -65,18 +70,45 @@ class OtherRoutes:
 
     async def tokenize(self, request: Request) -> Response:
         body, tokenizer = await self._body(request, TokenizeRequest), self.state.model.tokenizer
-        add_bos = None if body.add_special else False
-        ids = await self.state.aside(lambda: tokenizer.encode(body.content, add_bos, body.parse_special))
+        if body.content is None:
+            return await self._counted(body)
+        add_bos, content = None if body.add_special else False, body.content
+        ids = await self.state.aside(lambda: tokenizer.encode(content, add_bos, body.parse_special))
         if not body.with_pieces:
             return json_response({"tokens": ids})
         return json_response({"tokens": [{"id": i, "piece": _piece(tokenizer.piece(i))} for i in ids]})
+
+    async def _counted(self, body: TokenizeRequest) -> Response:
+        """A prompt's tokens in vLLM's form. What begins a text is added unless add_special_tokens says otherwise, for
+        messages where their template writes none."""
+        state, tokenizer = self.state, self.state.model.tokenizer
+
+        def ids() -> list[int]:
+            text = body.prompt
+            if body.messages is None:
+                return tokenizer.encode(text or "", None if body.add_special_tokens is not False else False, True)
+            text = state.generator().rendered(
+                body.messages, body.tools or (), body.chat_template_kwargs,
+                answers=body.add_generation_prompt and not body.continue_final_message,
+                goes_on=body.continue_final_message,
+            )  # fmt: skip
+            if body.add_special_tokens is None:
+                return state.model.rendered_tokens(text, _MOST_COUNTED)
+            return tokenizer.encode(text, None if body.add_special_tokens else False, True)
+
+        found = await state.aside(ids)
+        maker, hp = state.maker, state.model.network.hp
+        names = [Spelling(tokenizer).text(token) for token in found] if body.return_token_strs else None
+        most = hp.n_ctx_train if maker is None else maker.most
+        return json_response({"count": len(found), "max_model_len": most, "tokens": found, "token_strs": names})
 
     async def detokenize(self, request: Request) -> Response:
         body, tokenizer = await self._body(request, DetokenizeRequest), self.state.model.tokenizer
         bad = next((i for i in body.tokens if i >= tokenizer.n_vocab), None)
         if bad is not None:
             raise ApiError(f"a token id must be 0 to {tokenizer.n_vocab - 1}, got {bad}", param="tokens")
-        return json_response({"content": tokenizer.decode(body.tokens, special=True)})
+        text = tokenizer.decode(body.tokens, special=True)
+        return json_response({"content": text, "prompt": text})  # llama-server's name, and vLLM's
 
     async def apply_template(self, request: Request) -> Response:
         body, maker = await self._body(request, TemplateRequest), self.state.generator()
@@ -94,8 +126,11 @@ class OtherRoutes:
             return JSONResponse({"status": "error"}, 503)
         return json_response({"status": "ok"})
 
+    async def version(self, request: Request) -> Response:
+        return json_response({"version": __version__})
+
     async def models(self, request: Request) -> Response:
-        return json_response({"object": "list", "data": [self._model(name) for name in self.state.all_names]})
+        return json_response({"object": "list", "data": [self._model(name) for name in self.state.listed]})
 
     async def model(self, request: Request) -> Response:
         name = request.path_params["name"]
@@ -112,8 +147,20 @@ class OtherRoutes:
             "n_embd": hp.n_embd,
             "arch": hp.arch,
         }
-        about = {"created": self.state.created, "owned_by": "graphrt", "max_model_len": most}  # the last is vLLM's
-        return {"id": name, "object": "model", **about, "meta": meta}
+        state = self.state
+        adapted = name not in (*state.names, *state.embedders)
+        about = {
+            "created": state.created,
+            "owned_by": "graphrt",
+            # vLLM's: what a model was made of
+            "max_model_len": most,
+            "root": state.name if adapted else name,
+            "parent": state.name if adapted else None,
+            # llama-server's
+            "aliases": list(state.names) if name in state.names else [name],
+            "meta": meta,
+        }
+        return {"id": name, "object": "model", **about}
 
     async def adapters(self, request: Request) -> Response:
         known = self.state.maker.adapters if self.state.maker is not None else None
@@ -132,6 +179,7 @@ class OtherRoutes:
     async def props(self, request: Request) -> Response:
         state, model = self.state, self.state.model
         tokenizer, scheduler = model.tokenizer, state.worker.scheduler
+        template = model.chat_template if state.maker is not None else None
         ends = {
             name: None if i is None else _piece(tokenizer.piece(i))
             for name, i in (("bos_token", tokenizer.bos_id), ("eos_token", tokenizer.eos_id))
@@ -146,7 +194,7 @@ class OtherRoutes:
                 "model_alias": state.name,
                 "model_path": Path(model.file.paths[0]).name if model.file.paths else "",  # where it lies is not told
                 "modalities": {"vision": False, "audio": False},
-                "chat_template": model.file.metadata.get("tokenizer.chat_template", ""),
+                "chat_template": template.source if template is not None else "",
                 "build_info": f"graphrt {__version__}",
                 **ends,
                 **state.facts,
@@ -167,6 +215,8 @@ class OtherRoutes:
         return json_response(found)
 
 
+#: Tokens of a conversation that are counted, whatever the model takes.
+_MOST_COUNTED = 1 << 20
 #: Tokens of texts that are embedded between two steps.
 _AT_ONCE = 512
 

@@ -23,6 +23,7 @@ from graphrt.tools.serve.said import Marks
 from graphrt.tools.serve.scheduler import Text
 from graphrt.tools.serve.schemas import ChatRequest
 from graphrt.tools.serve.schemas_responses import ResponsesRequest
+from graphrt.tools.serve.spelling import Spelling
 from graphrt.tools.serve.state import State, events, json_response, key_of
 
 
@@ -131,7 +132,7 @@ class Answer:
         new = self._reader.push(piece.text)
         if piece.finish:
             new += self._reader.end(cut=piece.finish in answers.CUT)
-        told = answers.chat_logprobs([piece], self.state.model.tokenizer)
+        told = answers.chat_logprobs([piece], Spelling(self.state.model.tokenizer))
         self._logprobs += told["content"] if told and not new.reasoning else []
         if new.reasoning:
             yield from self._open(Thought)

@@ -18,7 +18,8 @@ from graphrt.tools.serve.said import Marks, Reader, Said
 from graphrt.tools.serve.scheduler import Event, Text
 from graphrt.tools.serve.schemas import ChatRequest, CompletionRequest, Generating, StreamOptions, listed
 from graphrt.tools.serve.state import State, events, json_response, key_of
-from graphrt.tools.serve.texts import tools_of
+from graphrt.tools.serve.texts import said_before, tools_of
+from graphrt.tools.serve.token_fields import TokenFields
 
 Asked = TypeVar("Asked", ChatRequest, CompletionRequest)
 
@@ -95,6 +96,8 @@ class Chat:
         self.state, self.texts, self._timed = state, texts, bool(body.timings_per_token)
         self._readers = [reader_of(body, marks) for _ in texts]
         self._head = answers.head("chat.completion", "chatcmpl", state.name, state.fingerprint)
+        self._tokens = TokenFields(body, state.model.tokenizer)
+        self._echo = said_before(body.messages[-1]) if body.echo else ""
 
     async def whole(self, inbox: Inbox) -> dict[str, Any]:
         """All of it."""
@@ -103,7 +106,7 @@ class Chat:
             assert event.piece is not None
             pieces[i].append(event.piece)
         choices = [self._choice(i, made) for i, made in enumerate(pieces)]
-        return self._head | {"choices": choices} | self._counts()
+        return self._head | {"choices": choices} | self._counts() | self._tokens.of_prompt(self.texts[0])
 
     def _counts(self) -> dict[str, Any]:
         usage = answers.usage(self.texts, sum(reader.n_reasoning for reader in self._readers))
@@ -113,16 +116,19 @@ class Chat:
         reader, finish = self._readers[i], pieces[-1].finish
         said = [*(reader.push(piece.text) for piece in pieces), reader.end(cut=finish in answers.CUT)]
         reasoning, content = ("".join(parts) for parts in zip(*((each.reasoning, each.content) for each in said)))
-        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
-        if reasoning:
-            message["reasoning_content"] = reasoning
+        content = self._echo + content
+        message: dict[str, Any] = {
+            "role": "assistant", "content": content, "refusal": None, "reasoning_content": reasoning or None,
+        }  # fmt: skip
         if reader.calls:
             message |= {"content": content or None, "tool_calls": [call.told for call in reader.calls]}
         return {
             "index": i,
             "message": message,
-            "logprobs": answers.chat_logprobs(pieces, self.state.model.tokenizer),
+            "logprobs": answers.chat_logprobs(pieces, self._tokens.spelling),
             "finish_reason": "tool_calls" if reader.calls_end_it else answers.FINISH[finish],
+            **answers.ended_by(pieces[-1]),
+            **self._tokens.of_text(pieces),
         }
 
     async def stream(self, inbox: Inbox, usage: Usage) -> AsyncIterator[str]:
@@ -131,7 +137,8 @@ class Chat:
         made = [0] * len(self.texts)
         chunk = Chunks(head, (lambda: answers.usage_so_far(self.texts, made)) if usage is Usage.EACH else None)
         for i in range(len(self.texts)):
-            yield chunk(_delta(i, {"role": "assistant", "content": ""}))
+            told = self._tokens.first_of(self.texts[i]) if i == 0 else {}
+            yield chunk(_delta(i, {"role": "assistant", "content": self._echo}), **told)
         plain = [
             (chunk.form(_delta(i, {"content": HERE})), chunk.form(_delta(i, {"reasoning_content": HERE})))
             for i in range(len(self.texts))
@@ -140,7 +147,7 @@ class Chat:
 
         def usual(event: Event) -> str | None:
             piece = event.piece
-            if piece is None or piece.finish or piece.logprobs is not None or usage is Usage.EACH:
+            if piece is None or piece.finish or piece.logprobs is not None or usage is Usage.EACH or self._tokens.by_id:
                 return None
             i = places[event.text]
             said = self._readers[i].push(piece.text)
@@ -171,13 +178,16 @@ class Chat:
         said = reader.push(piece.text)
         if piece.finish:
             said += reader.end(cut=piece.finish in answers.CUT)
-        told, deltas = answers.chat_logprobs([piece], self.state.model.tokenizer), _deltas(said)
-        if told and not deltas:
+        told, deltas = answers.chat_logprobs([piece], self._tokens.spelling), _deltas(said)
+        ids = self._tokens.ids([piece])
+        if (told or (ids and not piece.finish)) and not deltas:
             deltas = [{"content": ""}]
         found = [_delta(i, delta, told if n == 0 else None) for n, delta in enumerate(deltas)]
         if piece.finish:
             ended = "tool_calls" if reader.calls_end_it else answers.FINISH[piece.finish]
-            found.append(_delta(i, {}, None, ended))
+            # clients of models that think read this of every delta that has no content
+            found.append(_delta(i, {"reasoning_content": None}, None, ended) | answers.ended_by(piece))
+        found[0:1] = [each | ids for each in found[0:1]]
         return found
 
 
@@ -213,6 +223,7 @@ class Completion:
         self._scored = bool(body.echo) and self._tells_logprobs
         self._silent = body.asked == 0
         self._head = answers.head("text_completion", "cmpl", state.name, state.fingerprint)
+        self._tokens, self._best_told = TokenFields(body, state.model.tokenizer), body.logprobs or 0
 
     async def whole(self, inbox: Inbox) -> dict[str, Any]:
         """All of it."""
@@ -225,7 +236,11 @@ class Completion:
 
     def _whole(self, i: int, made: list[Piece]) -> dict[str, Any]:
         text = self._echo[i] + self._shown(made)
-        return self._choice(i, text, self._told(made), made[-1].finish, prompt=self._scored)
+        found = self._choice(i, text, self._told(made), made[-1].finish, prompt=self._scored)
+        first = self.texts[i].leader or self.texts[i]
+        return (
+            found | answers.ended_by(made[-1]) | self._tokens.of_text(self._told(made)) | self._tokens.of_prompt(first)
+        )
 
     def _best(self, pieces: Sequence[Sequence[Piece]]) -> list[int]:
         """Of each prompt's texts those that are told, by their places: of more than are told the likeliest first."""
@@ -255,9 +270,9 @@ class Completion:
         """prompt: its log-probabilities come first."""
         said = (self.texts[i].leader or self.texts[i]) if prompt else None
         if said is not None:
-            offset = len(self._echo[i]) - answers.length(said.prompt, self.state.model.tokenizer)
+            offset = len(self._echo[i]) - answers.length(said.prompt, self._tokens.spelling)
         shown = pieces if self._tells_logprobs else ()
-        logprobs = answers.completion_logprobs(shown, self.state.model.tokenizer, offset, said)
+        logprobs = answers.completion_logprobs(shown, self._tokens.spelling, offset, said, self._best_told)
         return {"index": i, "text": text, "logprobs": logprobs, "finish_reason": answers.FINISH.get(finish)}
 
     async def stream(self, inbox: Inbox, usage: Usage) -> AsyncIterator[str]:
@@ -276,7 +291,7 @@ class Completion:
             piece, i = event.piece, places[event.text]
             if piece is None or piece.finish or piece.logprobs is not None or self._silent:
                 return None
-            if usage is Usage.EACH or (self._scored and i not in begun):
+            if usage is Usage.EACH or self._tokens.by_id or (self._scored and i not in begun):
                 return None
             return plain[i](piece.text) if piece.text else ""
 
@@ -296,10 +311,12 @@ class Completion:
                     continue
                 shown = self._told([piece])
                 choice = self._choice(i, self._shown(shown), shown, piece.finish, offsets[i])
-                told = choice["logprobs"]
-                offsets[i] += sum(map(len, told["tokens"])) if told else 0
-                if piece.text or piece.finish or told:
-                    yield chunk(choice)
+                told, ids = choice["logprobs"], self._tokens.ids(shown)
+                offsets[i] += len(self._tokens.spelling.text(piece.token)) if told else 0
+                if ids and made[i] == 1:
+                    ids |= self._tokens.first_of(self.texts[i])
+                if piece.text or piece.finish or told or ids:
+                    yield chunk(choice | ids | (answers.ended_by(piece) if piece.finish else {}))
         except ApiError as error:
             yield encoded(error.body())
             return

@@ -102,15 +102,9 @@ class AdapterScales(RootModel[Annotated[list[AdapterScale], Field(max_length=MAX
     """/lora-adapters"""
 
 
-class Generating(Body):
-    """What requests that generate have in common. asked: the tokens that a text may have, -1 for any number, None
-    where that isn't said."""
+class Sampling(Body):
+    """How tokens are chosen, and where a text may end."""
 
-    model: str | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    max_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
-    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     seed: Seed | None = None
     stop: str | Annotated[list[str], Field(max_length=MAX_STOPS)] | None = None
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
@@ -118,10 +112,6 @@ class Generating(Body):
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     logit_bias: Biases | None = None
-    response_format: ResponseFormat | None = None
-    # taken and not looked at
-    user: str | None = None
-    cache_prompt: bool | None = None
     # llama-server's
     top_k: int | None = None
     min_p: float | None = None
@@ -142,24 +132,13 @@ class Generating(Body):
     mirostat_tau: float | None = None
     mirostat_eta: float | None = None
     ignore_eos: bool | None = None
-    grammar: str | None = None
-    json_schema: dict[str, Any] | None = None
-    speculative_n_max: Guessed | None = Field(default=None, alias="speculative.n_max")
-    lora: Annotated[list[AdapterScale], Field(max_length=MAX_CHOICES)] | None = None
     min_keep: int | None = None
-    n_predict: Annotated[int, Field(ge=-1, le=INT32_MAX)] | None = None
-    timings_per_token: bool | None = None
     # vLLM's
     stop_token_ids: Annotated[list[int], Field(max_length=MAX_STOPS)] | None = None
     repetition_penalty: float | None = None
     min_tokens: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = None
-    guided_json: str | dict[str, Any] | None = None
-    guided_regex: str | None = None
-    guided_choice: Choice | None = None
-    guided_grammar: str | None = None
-    structured_outputs: StructuredOutputs | None = None
-    # our own
-    regex: str | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
 
     @field_validator("logit_bias")
     @classmethod
@@ -171,6 +150,42 @@ class Generating(Body):
             if isinstance(token, bool | float) or isinstance(bias, str) or bias is True:
                 raise ValueError("pairs must be a token id, or a text, and a number, or false, as [15043, 1.5]")
         return value
+
+
+class Generating(Sampling):
+    """What requests that generate have in common. asked: the tokens that a text may have, -1 for any number, None
+    where that isn't said."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    response_format: ResponseFormat | None = None
+    # taken and not looked at
+    user: str | None = None
+    cache_prompt: bool | None = None
+    # llama-server's
+    grammar: str | None = None
+    json_schema: str | dict[str, Any] | None = None
+    speculative_n_max: Guessed | None = Field(default=None, alias="speculative.n_max")
+    lora: Annotated[list[AdapterScale], Field(max_length=MAX_CHOICES)] | None = None
+    n_predict: Annotated[int, Field(ge=-1, le=INT32_MAX)] | None = None
+    timings_per_token: bool | None = None
+    # vLLM's
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=INT32_MAX)] | None = None
+    truncation_side: Literal["left", "right"] | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: Choice | None = None
+    guided_grammar: str | None = None
+    structured_outputs: StructuredOutputs | None = None
+    # SGLang's
+    regex: str | None = None
+    ebnf: str | None = None
 
     @property
     def asked(self) -> int | None:
@@ -250,7 +265,7 @@ class Part(BaseModel):
 
 
 class Message(Loose):
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: Annotated[str, Field(pattern=r"^[A-Za-z][\w-]{0,63}$")]  # templates may know others than OpenAI's
     content: str | Annotated[list[Part], Field(max_length=MAX_TEXTS)] | None = None
     name: str | None = None
     refusal: str | None = None
@@ -273,8 +288,10 @@ class ChatRequest(Generating):
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: Annotated[str, Field(max_length=64)] | None = None  # templates may read it
     reasoning_format: Literal["auto", "deepseek", "none"] | None = None
+    separate_reasoning: bool | None = None  # SGLang's: false is reasoning_format "none"
     add_generation_prompt: bool | None = None  # vLLM's, as is the next one
     continue_final_message: bool | None = None
+    echo: bool | None = None  # vLLM's: the message that goes on is told from its beginning
     # taken and not looked at
     prediction: dict[str, Any] | None = None
     metadata: dict[str, str] | None = None
@@ -290,17 +307,34 @@ class EmbeddingsRequest(Body):
     input: Prompts
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: int | None = None
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=INT32_MAX)] | None = None  # vLLM's, as the next one
+    truncation_side: Literal["left", "right"] | None = None
     user: str | None = None
 
 
 class TokenizeRequest(Body):
-    """/tokenize"""
+    """/tokenize: of llama-server's `content`, or of vLLM's `prompt` or `messages`, which have an answer of another
+    form."""
 
     model: str | None = None  # taken and not looked at
-    content: str
+    content: str | None = None
     add_special: bool = False
     parse_special: bool = True
     with_pieces: bool = False
+    prompt: str | None = None
+    messages: Annotated[list[Message], Field(min_length=1, max_length=1 << 16)] | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_CHOICES)] | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @model_validator(mode="after")
+    def _of_one_text(self) -> TokenizeRequest:
+        if sum(each is not None for each in (self.content, self.prompt, self.messages)) != 1:
+            raise ValueError("a request must have one of content, prompt and messages")
+        return self
 
 
 class DetokenizeRequest(Body):

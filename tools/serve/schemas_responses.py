@@ -15,6 +15,7 @@ from graphrt.tools.serve.schemas import (
     Loose,
     Name,
     Part,
+    Sampling,
     StreamOptions,
     Tier,
 )
@@ -90,15 +91,13 @@ class Item(Loose):
     output: str | Annotated[list[Part], Field(max_length=MAX_TEXTS)] | None = None
 
 
-class ResponsesRequest(Body):
-    """The request."""
+class ResponsesRequest(Sampling):
+    """The request. Samplers, and where a text may end, are as in a chat."""
 
     model: str | None = None
     input: str | Annotated[list[Item], Field(min_length=1, max_length=1 << 16)]
     instructions: str | None = None
     max_output_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
-    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
-    top_p: float | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     stream: bool | None = None
     text: TextOptions | None = None
@@ -108,6 +107,7 @@ class ResponsesRequest(Body):
     parallel_tool_calls: bool | None = None
     include: list[Included] | None = None
     timings_per_token: bool | None = None  # llama-server's
+    chat_template_kwargs: dict[str, Any] | None = None  # vLLM's
     # of what is stored: nothing is
     previous_response_id: str | None = None
     conversation: str | dict[str, Any] | None = None

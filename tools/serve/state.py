@@ -76,6 +76,19 @@ class State:
         adapters = self.maker.adapters if self.maker is not None else None
         return [*self.names, *(adapters.as_models if adapters is not None else ()), *self.embedders]
 
+    @property
+    def listed(self) -> list[str]:
+        """The same, each model by its first name alone."""
+        found, seen = list[str](), set[int]()
+        for name in self.all_names:
+            model = id(self.embedders[name].model) if name in self.embedders else id(self.model)
+            if name in self.names or name in self.embedders:
+                if model in seen:
+                    continue
+                seen.add(model)
+            found.append(name)
+        return found
+
     def check_model(self, name: str | None) -> None:
         """Raises ApiError for a model that isn't here, or that generates no text."""
         if name in self.embedders:

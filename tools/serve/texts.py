@@ -32,6 +32,7 @@ from graphrt.tools.serve.schemas import (
     listed,
 )
 from graphrt.tools.serve.schemas_native import InfillRequest, NativeGenerating, NativeRequest
+from graphrt.tools.serve.truncation import Cut, cut_of
 
 #: Fields of a request -> SamplerParams'.
 _SAMPLERS = {
@@ -80,9 +81,10 @@ class Maker:
             raise ApiError("max_tokens may be 0 where echo tells the prompt; ask for 1 or more", param="max_tokens")
         # a token that nobody asked for comes with the prompt's, and isn't told
         n = self._limit(COMPLETION_TOKENS if request.asked is None else request.asked or 1)
-        scored = request.logprobs if request.echo else None
+        scored = _scored(request, request.logprobs if request.echo else None)
         rules = self._rules(request, n, 0 if chosen and request.logprobs is None else request.logprobs)
-        prompts = self._between(request) if request.suffix else self.prompts(listed(request.prompt))
+        cut = self._cut(request, n)
+        prompts = self._between(request) if request.suffix else self.prompts(listed(request.prompt), cut)
         self._check_count(len(prompts) * request.n_texts)
         return [text for ids in prompts for text in self._texts(request, ids, n, rules, key, scored)]
 
@@ -129,13 +131,16 @@ class Maker:
         if n > self.most_texts:
             raise ApiError(f"a request may ask for {self.most_texts} texts, got one for {n}; send several", param="n")
 
-    def prompts(self, given: Sequence[str | list[int]]) -> list[list[int]]:
+    def prompts(self, given: Sequence[str | list[int]], cut: Cut) -> list[list[int]]:
         """Their ids. Raises ApiError."""
-        return [self._ids(prompt) if isinstance(prompt, str) else self._known(prompt) for prompt in given]
+        return [cut.of(self._ids(each, cut.limit) if isinstance(each, str) else self._known(each)) for each in given]
 
-    def _ids(self, text: str) -> list[int]:
+    def _cut(self, request: Generating, n: int) -> Cut:
+        return cut_of(request.truncate_prompt_tokens, request.truncation_side, self.most, n)
+
+    def _ids(self, text: str, limit: int = 0) -> list[int]:
         try:
-            return self.model.prompt_tokens(text, n_ctx=self.most)
+            return self.model.prompt_tokens(text, n_ctx=limit or self.most)
         except SessionError as error:
             raise _too_long(error, "prompt") from error
 
@@ -166,16 +171,18 @@ class Maker:
         if goes_on and request.add_generation_prompt:
             raise ApiError("a message goes on or a new one begins: give one of add_generation_prompt and "
                            "continue_final_message", param="continue_final_message")  # fmt: skip
+        if request.echo and not goes_on:
+            raise ApiError("echo tells the message that goes on: give continue_final_message too", param="echo")
         answers = not goes_on and request.add_generation_prompt is not False
-        prompt = self.rendered(request.messages, wanted[0], more, answers=answers)
-        if goes_on:
-            prompt = _open_end(prompt, request.messages[-1], len(request.messages) - 1)
+        prompt = self.rendered(request.messages, wanted[0], more, answers=answers, goes_on=goes_on)
         template = self.model.chat_template
         assert template is not None
         # a text that follows a grammar is an answer from its first token on
-        reads = rules.is_free and request.reasoning_format != "none"
+        reads = rules.is_free and request.reasoning_format != "none" and request.separate_reasoning is not False
         marks = marks_of(template.source, prompt) if reads else PLAIN
-        return self._texts(request, self._chat_ids(prompt), n, rules, key), marks
+        cut = self._cut(request, n)
+        ids = cut.of(self.chat_ids(prompt, cut.limit))
+        return self._texts(request, ids, n, rules, key, _scored(request)), marks
 
     def rendered(
         self,
@@ -184,9 +191,10 @@ class Maker:
         more: Mapping[str, Any] | None = None,
         *,
         answers: bool = True,
+        goes_on: bool = False,
     ) -> str:
         """A conversation by the model's template. more: what else the template may read; answers: the assistant's
-        turn begins at the end. Raises ApiError."""
+        turn begins at the end; goes_on: the last message isn't closed. Raises ApiError."""
         template = self.model.chat_template
         if template is None:
             raise ApiError("a conversation needs a chat template, this model has none; use /v1/completions")
@@ -194,13 +202,15 @@ class Maker:
         if tools:
             variables["tools"] = [tool.model_dump(exclude_none=True) for tool in tools]
         try:
-            return template.render([_plain(i, m) for i, m in enumerate(messages)], answers, variables)
+            prompt = template.render([_plain(i, m) for i, m in enumerate(messages)], answers, variables)
+            return _open_end(prompt, messages[-1], len(messages) - 1) if goes_on else prompt
         except ChatTemplateError as error:
             raise of_runtime(error, "messages") from error
 
-    def _chat_ids(self, text: str) -> list[int]:
+    def chat_ids(self, text: str, limit: int = 0) -> list[int]:
+        """The ids of what a template has written, of so many at most. Raises ApiError."""
         try:
-            return self.model.rendered_tokens(text, self.most)
+            return self.model.rendered_tokens(text, limit or self.most)
         except SessionError as error:
             raise _too_long(error, "messages") from error
 
@@ -223,12 +233,17 @@ class Maker:
             form = Form(schema=dict(of_tools))
         try:
             stop = () if request.stop is None else request.stop
+            least = _least(request, n)
+            # a text that nothing ends before its last token has no end: a device can choose its tokens
+            fixed = 0 < n == least and not (stop or request.stop_token_ids)
+            never_ends, least = bool(request.ignore_eos) or fixed, 0 if fixed else least
             return TextRules(
-                n, stop, request.stop_token_ids or (), _never_ends(request, n), form.grammar, form.schema, best,
-                form.regex,
+                n, stop, request.stop_token_ids or (), never_ends, form.grammar, form.schema, best, form.regex,
+                least, bool(request.include_stop_str_in_output), request.skip_special_tokens is False,
             )  # fmt: skip
         except SessionError as error:
-            raise of_runtime(error, "stop" if str(error).startswith("a stop") else _rule_of(request)) from error
+            place = next((name for said, name in _PLACES.items() if said in str(error)), None)
+            raise of_runtime(error, place or _rule_of(request)) from error
 
     def sampling(self, request: Generating) -> SamplerParams:
         """The parameters that a request asks for. Raises ApiError."""
@@ -311,14 +326,27 @@ def fields_of(params: SamplerParams) -> dict[str, Any]:
     return {theirs: getattr(params, ours) for theirs, ours in _SAMPLERS.items()}
 
 
-def _never_ends(request: Generating, n: int) -> bool:
-    """Whether a text goes on behind its end, to n tokens. Raises ApiError for a least number (vLLM's) that isn't the
-    most."""
-    if not request.min_tokens or request.ignore_eos:
-        return bool(request.ignore_eos)
-    if n < 0 or request.min_tokens < n:
-        raise ApiError("min_tokens must be as many as max_tokens here; give both, or ignore_eos", param="min_tokens")
-    return True
+def _least(request: Generating, n: int) -> int:
+    """The tokens that a text must have (vLLM's min_tokens). Raises ApiError for more than it may have."""
+    least = request.min_tokens or 0
+    if 0 <= n < least:
+        raise ApiError(f"min_tokens must be max_tokens or fewer, got {least} and {n}", param="min_tokens")
+    return least
+
+
+def _scored(request: Generating, echoed: int | None = None) -> int | None:
+    """Of how many of the likeliest tokens a prompt's log-probabilities are told, None for none of them. echoed: of how
+    many echo asks for. Raises ApiError for a stream of them."""
+    if request.prompt_logprobs is None:
+        return echoed
+    if request.stream:
+        raise ApiError("prompt_logprobs are told in whole answers, not in streams; leave stream out, or use echo with "
+                       "logprobs", param="prompt_logprobs")  # fmt: skip
+    return max(request.prompt_logprobs, echoed or 0)
+
+
+#: What the runtime's sentences say -> the field that they are about.
+_PLACES = {"a stop must": "stop", "a stop id": "stop_token_ids", "got at least": "min_tokens"}
 
 
 def _rule_of(request: Generating) -> str | None:
@@ -352,9 +380,15 @@ def _plain(index: int, message: Message) -> dict[str, Any]:
     return found
 
 
+def said_before(last: Message, index: int = 0) -> str:
+    """What a message that goes on has said. Raises ApiError."""
+    found: str = _plain(index, last)["content"].strip()
+    return found
+
+
 def _open_end(prompt: str, last: Message, index: int) -> str:
     """A prompt without what its template writes behind the last message, which goes on. Raises ApiError."""
-    said = _plain(index, last)["content"].strip()
+    said = said_before(last, index)
     at = prompt.rfind(said) if said else -1
     if at < 0:
         raise ApiError("the last message must have a text that the chat template writes as it is, to go on with",

@@ -15,17 +15,18 @@ from graphrt.tools.before_weights import before_weights
 from graphrt.tools.common import (
     MODEL_HELP,
     add_session_arguments,
+    add_template_argument,
     add_tp_argument,
     load_model,
     over_ranks,
     read_text,
     session_options,
+    use_template,
     whole,
 )
 from graphrt.tools.sampling import flags
 
 if TYPE_CHECKING:
-    from graphrt.models.chat import ChatTemplate
     from graphrt.models.model import Model
     from graphrt.models.sampling_params import SamplerParams
     from graphrt.models.session import Session
@@ -63,8 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _add_chat_arguments(parser: argparse.ArgumentParser) -> None:
     shift = "when the context is full, answers end there; else the oldest turns leave it"
     parser.add_argument("--no-context-shift", action="store_true", help=shift)
-    template = "a file with the chat template to use instead of the model's own"
-    parser.add_argument("--chat-template-file", metavar="FILE", help=template)
+    add_template_argument(parser)
     parser.add_argument(
         "--no-markdown", action="store_true", help="show answers as they are, without rendering Markdown"
     )
@@ -140,7 +140,8 @@ def _conversation(
     from graphrt.tools.chat.conversation import Conversation
     from graphrt.tools.chat.settings import Settings
 
-    template = _template(model, args.chat_template_file)
+    use_template(model, args)
+    template = model.chat_template
     if template is None:
         template = ChatTemplate(plain_template.SOURCE)
         rules["stop"] = [*rules["stop"], plain_template.STOP]
@@ -161,11 +162,3 @@ def _reader(model: Model, session: Session) -> Reader:
     from graphrt.tools.chat.reading import Reader
 
     return Reader(model, session) if model.ranks is None else LeadingReader(model, session, model.ranks)
-
-
-def _template(model: Model, path: str | None) -> ChatTemplate | None:
-    from graphrt.models import chat
-
-    if path is None:
-        return model.chat_template
-    return chat.from_metadata({chat.KEY: read_text(path)}, model.tokenizer)

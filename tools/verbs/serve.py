@@ -25,12 +25,14 @@ from graphrt.tools.common import (
     MODEL_HELP,
     add_fast_argument,
     add_session_arguments,
+    add_template_argument,
     add_tp_argument,
     load_model,
     over_ranks,
     read_text,
     session_options,
     size,
+    use_template,
     whole,
 )
 from graphrt.tools.outputs import OutputFile
@@ -69,11 +71,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--port", type=whole(0, 65535), default=8080, metavar="N", help="0: any free one (default: 8080)"
     )
-    group.add_argument("-a", "--alias", metavar="NAME", help="what requests call the model (default: its file's name)")
+    names = "what requests call the model, with commas between several names (default: its file's name)"
+    group.add_argument("-a", "--alias", metavar="NAME", help=names)
     keys = "a key that requests must have; several times, or with commas between, for several"
     group.add_argument("--api-key", action="append", default=[], metavar="KEY", help=keys)
     group.add_argument("--api-key-file", metavar="FILE", help="the same, a key a line")
-    pages = "sites whose pages may ask, https://chat.example, with commas between, or *: all (default: none)"
+    pages = "sites whose pages may ask, https://chat.example, with commas between, localhost: pages of this machine at "
+    pages += "any port, or *: all (default: none)"
     group.add_argument("--cors-origins", default="", metavar="LIST", help=pages)
     many = f"texts that are made at once; others wait (default: {PARALLEL})"
     group.add_argument("-np", "--parallel", type=whole(1, 4096), default=PARALLEL, metavar="N", help=many)
@@ -81,6 +85,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--max-total-tokens", type=whole(1), metavar="N", help=total)
     predict = "the most tokens of a text, whatever is asked for, -1: no limit (default)"
     group.add_argument("-n", "--predict", type=whole(-1), default=-1, metavar="N", help=predict)
+    add_template_argument(group)
     group.add_argument("--pooling", default="", metavar="KIND", help="of embeddings (default: what the file names)")
     body = "bytes that a request may have (default: 16 MiB)"
     group.add_argument("--max-body", type=whole(1024), default=16 << 20, metavar="N", help=body)
@@ -133,6 +138,8 @@ def main(args: argparse.Namespace) -> int:
         raise SessionError("--deterministic reads every prompt anew, got --prompt-cache; leave one of them out")
     if args.deterministic and (args.lookup or args.model_draft):
         raise SessionError("--deterministic reads no guesses, got --lookup or --model-draft; leave one of them out")
+    if args.chat_template_file is not None:
+        read_text(args.chat_template_file)  # whether it can be read is known before the model is
     if over_ranks(args):
         from graphrt.tools.ranks.launch import run_on_ranks
 
@@ -154,6 +161,7 @@ def serve(args: argparse.Namespace, _: str = "") -> int:
         return _follow(ranks, args)
     with listening or listen(args.host, args.port) as listening:
         model = load_model(args, args.exact)
+        use_template(model, args)
         host, port = listening.getsockname()[:2]
         address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         state = made_state(model, args, sampling)
@@ -227,8 +235,10 @@ def origins_of(args: argparse.Namespace) -> list[str]:
     found = [each.strip() for each in args.cors_origins.split(",") if each.strip()]
     for each in found:
         scheme, _, place = each.partition("://")
-        if each not in ("*", "null") and not (scheme and place and "/" not in place.rstrip("/")):
-            raise SessionError(f"an origin must be as https://chat.example, or * or null, got {each!r}; give no path")
+        if each not in ("*", "null", "localhost") and not (scheme and place and "/" not in place.rstrip("/")):
+            raise SessionError(
+                f"an origin must be as https://chat.example, or *, null or localhost, got {each!r}; give no path"
+            )
     return found
 
 
@@ -305,9 +315,13 @@ def embedders_of(args: argparse.Namespace, taken: Sequence[str]) -> dict[str, Em
 
 
 def names_of(model: Model, args: argparse.Namespace) -> list[str]:
-    """What requests may call the model: as the command line did, or by its file, unless --alias says how."""
+    """What requests may call the model: as the command line did, or by its file, unless --alias says how. Raises
+    SessionError for an empty name."""
     if args.alias is not None:
-        return [args.alias]
+        names = [each.strip() for each in args.alias.split(",")]
+        if not all(names):
+            raise SessionError(f"a model's name must have a character, got {args.alias!r}; leave --alias out for none")
+        return list(dict.fromkeys(names))
     if args.synthetic:
         return [args.synthetic]
     asked = getattr(args, "asked", args.model)  # of several ranks all have the file's path in its place

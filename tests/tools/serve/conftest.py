@@ -37,12 +37,15 @@ def served(tiny: Path) -> Iterator[Served]:
 
 @pytest.fixture
 def guarded(tiny: Path, tmp_path: Path) -> Iterator[Served]:
-    """It asks for keys, makes one text at once and lets two wait."""
+    """It asks for keys, makes one text at once, lets two wait, and has a template of its own."""
     keys = tmp_path / "keys"
     keys.write_text("second\nthird\n")
+    template = tmp_path / "own.jinja"
+    template.write_text(f"Listen. {TOOLS}")
     server = started(
         str(tiny), "--api-key", "first", "--api-key-file", str(keys), "-np", "1", "--max-queue", "2", "--timeout", "1",
-        "--max-body", "4096", "--alias", "mine", "--log-json",
+        "--max-body", "4096", "--alias", "mine, ours", "--log-json",
+        "--chat-template-file", str(template),
     )  # fmt: skip
     yield server
     server.process.kill()

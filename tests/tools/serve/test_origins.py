@@ -7,8 +7,12 @@ from pathlib import Path
 
 import httpx2
 import pytest
+from starlette.requests import Request
 from support.served import Served, started
 from support.verbs import Verb
+
+from graphrt.tools.serve.errors import ApiError
+from graphrt.tools.serve.origins import Origins
 
 SITE, OTHER = "https://chat.example", "https://evil.example"
 ALLOWED = "access-control-allow-origin"
@@ -50,6 +54,21 @@ def test_others_may_not(open_to: Served, served: Served) -> None:
         assert answer.status_code == 403 and ALLOWED not in answer.headers
     assert httpx2.options(f"{served.url}{CHATS}").status_code == 405
     assert httpx2.post(f"{open_to.url}/nothing").status_code == 404
+
+
+def test_pages_of_the_visitors_own_machine() -> None:
+    origins = Origins(["localhost"])
+
+    def asked(origin: str) -> str | None:
+        headers = [(b"host", b"127.0.0.1:8080"), (b"origin", origin.encode())]
+        return origins.of(Request({"type": "http", "headers": headers}))
+
+    for origin in ("http://localhost", "http://localhost:5173", "http://127.0.0.1:3000", "https://[::1]:3000"):
+        assert asked(origin) == origin
+    assert asked("http://127.0.0.1:8080") is not None
+    for origin in ("http://localhost.evil.example", "http://notlocalhost", OTHER, "http://[::1", "null"):
+        with pytest.raises(ApiError):
+            asked(origin)
 
 
 def test_every_answer_has_a_number(served: Served) -> None:

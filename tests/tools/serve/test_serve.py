@@ -298,7 +298,13 @@ def test_what_a_server_tells_of_itself(http: httpx2.Client, client: openai.OpenA
     assert str(Path.home()) not in http.get("/props").text and "/tmp" not in http.get("/props").text
     assert [slot["is_processing"] for slot in http.get("/slots").json()] == [False] * 6
     ids = http.post("/tokenize", json={"content": f"{TEXT}é", "add_special": True}).json()["tokens"]
-    assert http.post("/detokenize", json={"tokens": ids[1:]}).json() == {"content": f"{TEXT}é"}
+    assert http.post("/detokenize", json={"tokens": ids[1:]}).json()["content"] == f"{TEXT}é"
+    for path, said in (
+        ("/v1/rerank", "gives vectors"), ("/api/chat", "Ollama"), ("/v1/messages", "Anthropic"),
+        ("/v1/audio/speech", "text alone"), ("/v1/responses/resp_1", "nothing is stored"), ("/nothing", "docs/"),
+    ):  # fmt: skip
+        answer = http.post(path, json={})
+        assert answer.status_code == 404 and said in answer.json()["error"]["message"]
     pieces = http.post("/tokenize", json={"content": "日\x01", "with_pieces": True}).json()["tokens"]
     assert [p["piece"] for p in pieces][-1] == "\x01"
 
@@ -332,7 +338,7 @@ WRONG: list[tuple[str, Any, int, str | None]] = [
     (TEXTS, {"prompt": "sea " * 5000}, 400, "prompt"),
     (CHATS, {"messages": []}, 400, "messages"),
     (CHATS, {"messages": [{"role": "user"}]}, 400, "messages[0].content"),
-    (CHATS, {"messages": [{"role": "boss", "content": "x"}]}, 400, "messages[0].role"),
+    (CHATS, {"messages": [{"role": "two words", "content": "x"}]}, 400, "messages[0].role"),
     (CHATS, {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}]}]},
      400, "messages[0].content[0].type"),
     (CHATS, {"messages": USER, "top_logprobs": 2}, 400, "top_logprobs"),
@@ -438,8 +444,13 @@ def test_keys_limits_and_the_end(guarded: Served) -> None:
         answer = bare.get("/v1/models", headers=headers)
         assert answer.status_code == 401 and answer.json()["error"]["code"] == "invalid_api_key"
     for headers in {"authorization": "Bearer first"}, {"x-api-key": "second"}, {"authorization": "bearer third"}:
-        assert bare.get("/v1/models", headers=headers).json()["data"][0]["id"] == "mine"
+        (card,) = bare.get("/v1/models", headers=headers).json()["data"]
+        assert card["id"] == "mine" and card["aliases"] == ["mine", "ours"]
     http = httpx2.Client(base_url=guarded.url, timeout=60, headers={"authorization": "Bearer first"})
+    assert http.get("/v1/models/ours").status_code == 200
+    assert http.get("/props").json()["chat_template"].startswith("Listen. ")
+    prompt = http.post("/apply-template", json={"messages": [{"role": "user", "content": "hello"}]}).json()["prompt"]
+    assert prompt.startswith("Listen. ") and "hello" in prompt
     large = http.post(TEXTS, content=json.dumps({"prompt": "a" * 5000}))
     assert large.status_code == 413
     assert http.post(TEXTS, content=(b"x" * 1000 for _ in range(9))).status_code == 413  # that tells no length
