@@ -1,10 +1,11 @@
-"""The load "summary" of graphrt bench serve: how an article is spelled, what a chain of a model says, and how much of it
-is guessed."""
+"""The load "summary" of bench serve: how an article is spelled, what a chain says, how much of it is guessed."""
 
 from __future__ import annotations
 
 import json
+import re
 import subprocess
+import urllib.request
 from collections.abc import Iterator
 
 import numpy as np
@@ -94,10 +95,16 @@ def server() -> Iterator[Served]:
 
 def test_a_load(server: Served) -> None:
     """Two users of a chain: the server guesses what it is to guess, and says all of the summary."""
-    load = "--users 2 --requests 2 --warm-up 0 --lengths summary --json".split()
+    load = ["--users", "2", "--requests", "2", "--warm-up", "0", "--lengths", "summary", "--json"]
     done = subprocess.run(
         command("bench", "serve", server.url, *load), env=environment(), capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
     step = json.loads(done.stdout)["steps"][0]
     assert (step["output_tokens"], step["prompt_tokens"], step["errors"]) == (2 * 220, 2 * 514, 0)
+    told = urllib.request.urlopen(server.url + "/metrics", timeout=30).read().decode()
+    guessed, right = (
+        float(re.search(rf"^graphrt:spec_decode_num_{name}_tokens_total\S* (\S+)$", told, re.M)[1])  # type: ignore[index]
+        for name in ("draft", "accepted")
+    )
+    assert 0.4 < right / guessed < 0.7 and right > 50
