@@ -128,8 +128,8 @@ async def _chain(server: Server, ask: Ask) -> list[int]:
             break
     if len(longest) <= len(words(TEXT)) + 1:
         raise SessionError(
-            f"a chain must have over {len(words(TEXT))} tokens that differ, got {len(longest)}; give another --seed, or "
-            f"a server of a longer context"
+            f"a chain must have over {len(words(TEXT))} tokens that differ, got {len(longest)}; give another --seed or "
+            f"serve a longer context (-c)"
         )
     return longest
 

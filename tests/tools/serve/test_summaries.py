@@ -27,7 +27,7 @@ def test_runs_of_words() -> None:
     article, text = words("The old sea; the sea wall and the sea."), words("the sea wall. A sea, the sea")
     assert article == ["The", "old", "sea", ";", "the", "sea", "wall", "and", "the", "sea", "."]
     assert text == ["the", "sea", "wall", ".", "A", "sea", ",", "the", "sea"]
-    assert places(article, text) == [-1, -1, -1, -1, 0, 1, 2, -1, 0, 1, -1], "runs of two or more, the first of alike"
+    assert places(article, text) == [-1, -1, -1, -1, 0, 1, 2, -1, 0, 1, -1], "of alike ones the first"
     assert places(article, []) == [-1] * 11
 
 
@@ -52,6 +52,11 @@ def test_what_is_guessed() -> None:
     """As much as of a summary that a person wrote: longer guesses are worth more, and many are wrong."""
     article, text = words(ARTICLE), words(TEXT)
     assert (len(article), len(text)) == (513, 220)
+    said = list(range(7, 228))
+    prompt = spelled(said, 300, np.random.default_rng(1))
+    assert len(prompt) == 514 and prompt[-1] == said[0], "behind which the model says the others"
+    for token, at in zip(prompt, places(article, text)):
+        assert token == said[1 + at] if at >= 0 else token not in said
     assert 0.4 < sum(at >= 0 for at in places(article, text)) / len(article) < 0.6
     few, many = guessed(2), guessed(8)
     assert len(text) / many[0] > len(text) / few[0] > 1.5 and len(text) / many[0] > 1.75
