@@ -62,6 +62,11 @@ JOIN_WITHIN = Variable(
     "tokens of a server's step up to which attention's last programs join what others have of their tiles, such as 1; "
     "a launch of its own joins those of larger steps", "0",
 )  # fmt: skip
+ALONE_TOKENS = Variable(
+    "GRAPHRT_ALONE_TOKENS", "--alone-tokens", "TOKENS",
+    "tokens of a step of `serve --deterministic` that reads pieces of prompts of about one length beside each other, "
+    "however few there are, such as 256; 0: each piece is a step by itself", "0",
+)  # fmt: skip
 KERNEL_CACHE = Variable(
     "GRAPHRT_KERNEL_CACHE", "--kernel-cache", "FOLDER", "folder of compiled CPU kernels, 0 for none",
     "kernels in the folder above",
@@ -74,7 +79,7 @@ def cache_folder(name: str) -> str | None:
     return None if folder is None else os.path.join(folder, name)
 
 
-VARIABLES = (CACHE, FUSE, KEEP_WEIGHTS, OVERLAP, SUM_BITS, CHOOSE_WITHIN, JOIN_WITHIN, KERNEL_CACHE)
+VARIABLES = (CACHE, FUSE, KEEP_WEIGHTS, OVERLAP, SUM_BITS, CHOOSE_WITHIN, JOIN_WITHIN, ALONE_TOKENS, KERNEL_CACHE)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

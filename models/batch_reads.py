@@ -109,8 +109,8 @@ class ReadPlan:
         return [Read(going, np.array([going.token, *guess], np.int32), True, len(guess))] if going.is_known else []
 
     def _next_alone(self) -> list[Read]:
-        """A piece of one prompt, or else a token of each sequence that has read its own: in turns of n_batch tokens of
-        prompts and a step of single ones, where there are both."""
+        """A piece of one prompt, or of as many as a step of such pieces has room for, or else a token of each sequence
+        that has read its own: in turns of n_batch tokens of prompts and a step of single ones, where there are both."""
         engine = self.engine
         singles = list[Read]()
         for going in self.going.values():
@@ -118,15 +118,21 @@ class ReadPlan:
                 singles.append(Read(going, going.left[:1], len(going.left) == 1))
             elif not going.n_prompt:
                 singles += self._single(going, [])
-        prompt = next((going for going in self.going.values() if going.n_prompt), None)
-        if prompt is not None:
-            at = engine.cache.pool.of(prompt.seq).reserved
-            piece = prompt.left[: min(prompt.n_prompt, engine.n_batch - at % engine.n_batch)]
-            if not singles or len(piece) <= self._room:
-                self._room -= len(piece) if singles else 0
-                return [Read(prompt, piece, len(piece) == len(prompt.left))]
+        pieces = [self._piece(going) for going in self.going.values() if going.n_prompt]
+        if pieces and (not singles or pieces[0].n <= self._room):
+            size = engine.own_size(pieces[0].n)
+            alike = [read for read in pieces if engine.own_size(read.n) == size][: size.n_seq]
+            self._room -= sum(read.n for read in alike) if singles else 0
+            return alike
         self._room = engine.n_batch
         return singles
+
+    def _piece(self, going: Going) -> Read:
+        """The next piece of a prompt, which ends where n_batch divides it."""
+        n_batch = self.engine.n_batch
+        at = self.engine.cache.pool.of(going.seq).reserved
+        piece = going.left[: min(going.n_prompt, n_batch - at % n_batch)]
+        return Read(going, piece, len(piece) == len(going.left))
 
     def own_size(self, reads: list[Read]) -> StepSize | None:
         """That of a step that tells nothing of others, None where it may."""

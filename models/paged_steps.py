@@ -11,7 +11,7 @@ import numpy as np
 
 from graphrt.backend import Backend, Usage
 from graphrt.backends.cpu import threads
-from graphrt.env import CHOOSE_WITHIN
+from graphrt.env import ALONE_TOKENS, CHOOSE_WITHIN
 from graphrt.errors import SessionError
 from graphrt.execute import Executable, prepare
 from graphrt.graph import Graph
@@ -33,6 +33,9 @@ from graphrt.tensor import Tensor, new_tensor
 #: read prompts beside them, in two ways to choose, again with what texts share, and those that read one prompt (22).
 #: Of an 8B model on a GPU each has 200 MiB at most.
 MAX_STEPS, MAX_STEP_BYTES = 192, 12 << 30
+
+#: Pieces of prompts that a step which tells nothing of others has room for, at most: a step of one has it too.
+MOST_SLOTS = 4
 
 _NOT_TOLD = Prefixes(reason="the backend reads what sequences share for each of them")
 
@@ -220,11 +223,21 @@ class PagedSteps(AnyEngine[PagedCache, PagedStep]):
         return StepSize(n, seqs, n if every else seqs, n_blocks)
 
     def own_size(self, n_tokens: int = 0) -> StepSize:
-        """That of a step whose size tells nothing of other sequences: of n_tokens tokens of one, or with 0 of a single
-        token of each of however many."""
+        """That of a step whose size tells nothing of other sequences: of n_tokens tokens of one, beside which there is
+        room for own_slots() others of as many, or with 0 of a single token of each of however many."""
         if n_tokens:
-            return StepSize(rung(n_tokens, self.n_batch), 1, 1, self.cache.sizes.max_blocks)
+            n, slots = rung(n_tokens, self.n_batch), self.own_slots(n_tokens)
+            return StepSize(slots * n, slots, slots, self.cache.sizes.max_blocks)
         return StepSize(self.n_seq, self.n_seq, self.n_seq, self.cache.sizes.max_blocks)
+
+    def own_slots(self, n_tokens: int) -> int:
+        """Sequences that such a step of n_tokens tokens has room for, whether they are there or not."""
+        return max(1, min(self.n_seq, MOST_SLOTS, self._alone_tokens // rung(n_tokens, self.n_batch)))
+
+    @cached_property
+    def _alone_tokens(self) -> int:
+        """Raises SessionError for a setting that is no number."""
+        return min(self.n_batch, ALONE_TOKENS.count(SessionError))
 
     def arranged(self, seqs: Sequence[int]) -> list[int]:
         """The order in which a step reads sequences: that given, unless some share what can be read once."""

@@ -66,6 +66,7 @@ FLAGS = {
     "GRAPHRT_OVERLAP": "--overlap",
     "GRAPHRT_CHOOSE_WITHIN": "--choose-within",
     "GRAPHRT_JOIN_WITHIN": "--join-within",
+    "GRAPHRT_ALONE_TOKENS": "--alone-tokens",
     "n_ctx": "-c",
     "n_batch": "-b",
     "n_pages": "--pages",

@@ -21,8 +21,9 @@ from graphrt.tools.bench.load_client import Server
 
 #: Its name among lengths.
 SUMMARY = "summary"
-#: Tokens of the chain that are asked for at once, and by how many each request begins behind the one before.
-LONGEST, STRIDE = 900, 3
+#: Tokens of a chain that are asked for at once, in how many places at most, and by how many tokens each request begins
+#: behind the one before.
+LONGEST, STARTS, STRIDE = 900, 8, 3
 
 ARTICLE = """
 The harbour of Port Ellis was built in 1874, when the railway from the copper mines reached the coast. For eighty years
@@ -97,7 +98,7 @@ def spelled(said: Sequence[int], n_vocab: int, rng: np.random.Generator) -> list
 
 async def bodies(server: Server, ask: Ask, first: int, n: int) -> list[dict[str, Any]]:
     """The requests from number `first` on. Raises SessionError where the server tells no tokens."""
-    more = {"temperature": ask.temperature, "ignore_eos": True, **(ask.more or {})}
+    more = {"temperature": ask.temperature, **(ask.more or {})}
     made = len(words(TEXT))
     chain = await _chain(server, ask)
     found = list[dict[str, Any]]()
@@ -112,21 +113,32 @@ async def bodies(server: Server, ask: Ask, first: int, n: int) -> list[dict[str,
 
 
 async def _chain(server: Server, ask: Ask) -> list[int]:
-    """Tokens that follow each other wherever they stand, [] of a model that looks at what was before."""
-    made = len(words(TEXT))
-    start = int(np.random.default_rng([ask.seed, 3]).integers(0, ask.n_vocab))
-    asked = {"temperature": 0, "ignore_eos": True, "return_tokens": True, "cache_prompt": False}
-    told = [
-        await server.post("/completion", {**asked, "prompt": [*before, start], "n_predict": n})
-        for before, n in (([], LONGEST), ([start // 2, start // 3], 16))
-    ]
-    long, other = (answer.get("tokens") or [] for answer in told)
-    if not long:
-        raise SessionError(f"a server must tell the tokens that it makes (return_tokens), got {told[0]!r:.200}")
-    if long[: len(other)] != other:
-        return []
-    whole = [start, *long]
-    n = next((i for i, token in enumerate(whole) if token in whole[:i]), len(whole))
-    if n <= made:
-        raise SessionError(f"a chain must have over {made} tokens that differ, got {n}; give another --seed")
-    return whole[:n]
+    """Tokens that follow each other wherever they stand, each once; [] of a model that looks at what was before. Raises
+    SessionError where the server tells no tokens, and where chains are short."""
+    rng, longest = np.random.default_rng([ask.seed, 3]), list[int]()
+    for _ in range(STARTS):
+        start, *others = rng.integers(0, ask.n_vocab, 3).tolist()
+        said = [start, *await _said(server, [start], LONGEST)]
+        beside = await _said(server, [*others, start], 16)
+        if said[1 : 1 + len(beside)] != beside:
+            return []
+        n = next((i for i, token in enumerate(said) if token in said[:i]), len(said))
+        longest = max(longest, said[:n], key=len)
+        if len(longest) > LONGEST // 2:
+            break
+    if len(longest) <= len(words(TEXT)) + 1:
+        raise SessionError(
+            f"a chain must have over {len(words(TEXT))} tokens that differ, got {len(longest)}; give another --seed or "
+            f"serve a longer context (-c)"
+        )
+    return longest
+
+
+async def _said(server: Server, prompt: list[int], n: int) -> list[int]:
+    """What is said after these tokens. Raises SessionError."""
+    asked = {"prompt": prompt, "n_predict": n, "temperature": 0, "return_tokens": True, "cache_prompt": False}
+    answer = await server.post("/completion", asked)
+    tokens = answer.get("tokens") if isinstance(answer, dict) else None
+    if not isinstance(tokens, list):
+        raise SessionError(f"a server must tell the tokens that it makes (return_tokens), got {answer!r:.200}")
+    return tokens

@@ -16,7 +16,7 @@ from typing import Any
 
 from graphrt import __version__
 from graphrt.backend import numbered
-from graphrt.env import CHOOSE_WITHIN, FUSE, JOIN_WITHIN, OVERLAP
+from graphrt.env import ALONE_TOKENS, CHOOSE_WITHIN, FUSE, JOIN_WITHIN, OVERLAP
 from graphrt.errors import GraphrtError, RankError
 from graphrt.rank_watch import Fault
 from graphrt.ranks import Ranks, join, leave
@@ -71,9 +71,8 @@ def _options(args: argparse.Namespace) -> dict[str, str]:
     other places, or in other calls."""
     plain = (str, int, float, bool, list, tuple, type(None))
     said = {key: repr(value) for key, value in vars(args).items() if key not in OWN and isinstance(value, plain)}
-    return said | {
-        setting.flag: setting.get() or setting.default for setting in (FUSE, OVERLAP, CHOOSE_WITHIN, JOIN_WITHIN)
-    }
+    settings = FUSE, OVERLAP, CHOOSE_WITHIN, JOIN_WITHIN, ALONE_TOKENS
+    return said | {setting.flag: setting.get() or setting.default for setting in settings}
 
 
 def _check_options(everyones: Sequence[Mapping[str, str]]) -> None:

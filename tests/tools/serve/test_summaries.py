@@ -1,10 +1,11 @@
-"""The load "summary" of graphrt bench serve: how an article is spelled, what a chain of a model says, and how much of it
-is guessed."""
+"""The load "summary" of bench serve: how an article is spelled, what a chain says, how much of it is guessed."""
 
 from __future__ import annotations
 
 import json
+import re
 import subprocess
+import urllib.request
 from collections.abc import Iterator
 
 import numpy as np
@@ -26,7 +27,7 @@ def test_runs_of_words() -> None:
     article, text = words("The old sea; the sea wall and the sea."), words("the sea wall. A sea, the sea")
     assert article == ["The", "old", "sea", ";", "the", "sea", "wall", "and", "the", "sea", "."]
     assert text == ["the", "sea", "wall", ".", "A", "sea", ",", "the", "sea"]
-    assert places(article, text) == [-1, -1, -1, -1, 0, 1, 2, -1, 0, 1, -1], "runs of two or more, the first of alike"
+    assert places(article, text) == [-1, -1, -1, -1, 0, 1, 2, -1, 0, 1, -1], "of alike ones the first"
     assert places(article, []) == [-1] * 11
 
 
@@ -51,6 +52,11 @@ def test_what_is_guessed() -> None:
     """As much as of a summary that a person wrote: longer guesses are worth more, and many are wrong."""
     article, text = words(ARTICLE), words(TEXT)
     assert (len(article), len(text)) == (513, 220)
+    said = list(range(7, 228))
+    prompt = spelled(said, 300, np.random.default_rng(1))
+    assert len(prompt) == 514 and prompt[-1] == said[0], "behind which the model says the others"
+    for token, at in zip(prompt, places(article, text)):
+        assert token == said[1 + at] if at >= 0 else token not in said
     assert 0.4 < sum(at >= 0 for at in places(article, text)) / len(article) < 0.6
     few, many = guessed(2), guessed(8)
     assert len(text) / many[0] > len(text) / few[0] > 1.5 and len(text) / many[0] > 1.75
@@ -94,10 +100,16 @@ def server() -> Iterator[Served]:
 
 def test_a_load(server: Served) -> None:
     """Two users of a chain: the server guesses what it is to guess, and says all of the summary."""
-    load = "--users 2 --requests 2 --warm-up 0 --lengths summary --json".split()
+    load = ["--users", "2", "--requests", "2", "--warm-up", "0", "--lengths", "summary", "--json"]
     done = subprocess.run(
         command("bench", "serve", server.url, *load), env=environment(), capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
     step = json.loads(done.stdout)["steps"][0]
     assert (step["output_tokens"], step["prompt_tokens"], step["errors"]) == (2 * 220, 2 * 514, 0)
+    told = urllib.request.urlopen(server.url + "/metrics", timeout=30).read().decode()
+    guessed, right = (
+        float(re.search(rf"^graphrt:spec_decode_num_{name}_tokens_total\S* (\S+)$", told, re.M)[1])  # type: ignore[index]
+        for name in ("draft", "accepted")
+    )
+    assert 0.4 < right / guessed < 0.7 and right > 50

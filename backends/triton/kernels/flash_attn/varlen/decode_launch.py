@@ -16,7 +16,7 @@ from graphrt.backends.triton.kernels.flash_attn.decode_configs import (
     shared_bytes,
     with_words,
 )
-from graphrt.backends.triton.kernels.flash_attn.decode_launch import JOIN_D, PLAN_EARLY, joined
+from graphrt.backends.triton.kernels.flash_attn.decode_launch import PLAN_EARLY, joined
 from graphrt.backends.triton.kernels.flash_attn.decode_layouts import ROWS
 from graphrt.backends.triton.kernels.flash_attn.kernel import Scratch, warps_text
 from graphrt.backends.triton.kernels.flash_attn.varlen.attend_decode import flash_attn_varlen_decode
@@ -94,7 +94,7 @@ class VarlenDecode(VarlenKernel):
         p, t, programs = self.p, self.tiling, self.choice.programs
         if p.n_q > JOIN_WITHIN.count(BackendError) or p.part.keys != ALL or not self.shares_out or programs < t.n_tiles:
             return 0, 0
-        if p.k.d > JOIN_D or not {p.k.kind, p.v.kind} <= {"f16", "bf16"}:
+        if not self.config.join or not {p.k.kind, p.v.kind} <= {"f16", "bf16"}:
             return 0, 0
         share = programs // t.n_tiles + 2 if p.n_lists == 1 else programs  # one of several may be much the longest
         most = self.choice.splits if self.choice.schedule == "split" else min(share, t.n_blocks + self.more)
