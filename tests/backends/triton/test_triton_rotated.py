@@ -133,7 +133,7 @@ def test_it_is_what_launches_of_their_own_give(what: str, monkeypatch: pytest.Mo
 
 BLOCKS = {
     "one token": Step(cache=("q8_0", "q8_0")),
-    "sequences": Step(n_seq=3, mode="neox", biased=True, cache=("q8_0", "q4_0"), ids=(4, -1, CELLS - 1)),
+    "sequences": Step(n_seq=3, mode="neox", biased=True, cache=("q8_0", "q4_0"), ids=(4, -1, CELLS - 1), layers=1),
 }
 
 
