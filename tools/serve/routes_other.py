@@ -14,6 +14,7 @@ from starlette.responses import JSONResponse, Response
 
 from graphrt import __version__
 from graphrt.errors import SessionError
+from graphrt.models.model import Model
 from graphrt.models.sampling_params import SamplerParams
 from graphrt.tools.serve.errors import ApiError, of_runtime
 from graphrt.tools.serve.http import body_of
@@ -47,7 +48,7 @@ class OtherRoutes:
         n_embd = model.network.hp.n_embd
         if body.dimensions not in (None, n_embd):
             raise ApiError(f"dimensions must be {n_embd}, the model's own, got {body.dimensions}", param="dimensions")
-        cut = cut_of(body.truncate_prompt_tokens, body.truncation_side, model.network.hp.n_ctx_train)
+        cut = cut_of(body.truncate_prompt_tokens, body.truncation_side, self._most(model))
         several = listed(body.input)
 
         def tokens(one: str | list[int]) -> list[int]:
@@ -97,9 +98,8 @@ class OtherRoutes:
             return tokenizer.encode(text, None if body.add_special_tokens else False, True)
 
         found = await state.aside(ids)
-        maker, hp = state.maker, state.model.network.hp
         names = [Spelling(tokenizer).text(token) for token in found] if body.return_token_strs else None
-        most = hp.n_ctx_train if maker is None else maker.most
+        most = self._most(state.model)
         return json_response({"count": len(found), "max_model_len": most, "tokens": found, "token_strs": names})
 
     async def detokenize(self, request: Request) -> Response:
@@ -137,9 +137,14 @@ class OtherRoutes:
         self.state.embedder(name)
         return json_response(self._model(name))
 
+    def _most(self, model: Model) -> int:
+        """The most tokens of one of its texts."""
+        maker = self.state.maker
+        return model.network.hp.n_ctx_train if maker is None or model is not self.state.model else maker.most
+
     def _model(self, name: str) -> dict[str, Any]:
-        hp, maker = self.state.embedder(name).model.network.hp, self.state.maker
-        most = hp.n_ctx_train if maker is None or name in self.state.embedders else maker.most
+        model = self.state.embedder(name).model
+        hp, most = model.network.hp, self._most(model)
         meta = {
             "n_vocab": hp.n_vocab,
             "n_ctx": most,
