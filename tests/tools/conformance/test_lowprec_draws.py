@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 import torch
 
+from graphrt.ops.unary import UNARY_KINDS
 from graphrt.tensor import Tensor
 from graphrt.testing import Case, Inputs, all_cases
 from graphrt.tools.conformance.run import lowprec, lowprec_back
+from graphrt.tools.conformance.run.lowprec_drawn import Roundings
 from graphrt.tools.conformance.run.reference import as_stored, know
 
 CASES = {str(case).partition("(")[2][:-1]: case for case in all_cases("FLASH_ATTN_BACK")}
@@ -116,7 +118,11 @@ def _forms(op: str, node: Tensor, d: np.ndarray, x: np.ndarray) -> list[np.ndarr
     n, eps = f32(x.shape[-1]), f32(node.params.eps)
     size = (x * x).sum(-1, keepdims=True, dtype=f32) / n + eps
     along, r = (d * x).sum(-1, keepdims=True, dtype=f32) / n, f32(1) / np.sqrt(size)
-    return [(d - x * (along / size)) / np.sqrt(size), r * d - x * (along * (r * r * r)), r * (d - (x * r) * (along * r))]
+    return [
+        (d - x * (along / size)) / np.sqrt(size),
+        r * d - x * (along * (r * r * r)),
+        r * (d - (x * r) * (along * r)),
+    ]
 
 
 @pytest.mark.parametrize("name", ROWS)
@@ -132,3 +138,31 @@ def test_a_gradient_of_rows_is_right_in_any_form_and_seven_bits_less_are_wrong(n
             assert verdict.ok, (seed, verdict.message)
         coarse = (_cut(torch.from_numpy(given), 17).numpy() for given in (d, x))
         assert not any(known.judge(node, form).ok for form in _forms(node.op, node, *coarse)), seed
+
+
+#: All ops of which single elements are judged by drawn roundings.
+DRAWN = (
+    *ROWS, "SILU_BACK(kind=silu,type=f32,ne=[1,7,1,1],values=spread)", "OPT_STEP_SGD(ne=[1,7,1,1],wd=0.1,alpha=0.5)",
+    "OPT_STEP_ADAMW(ne=[1,7,1,1],wd=0.1,alpha=0.5)",
+    *(f"UNARY_BACK(kind={kind},type=f32,ne=[1,7,1,1],values=spread)" for kind in UNARY_KINDS if kind != "silu"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DRAWN)
+def test_what_is_drawn_is_the_formula(name: str) -> None:
+    """Each draw's error is of the size of float32's roundings, and their mean is smaller: nothing but roundings."""
+    inputs = _of(name)
+    known = know(inputs)
+    assert known.low is not None and len(known.low) == 16
+    size = np.abs(known.expected).max()
+    assert np.abs(known.low - known.expected).max() < 2.0**-18 * size
+    assert np.abs(known.low.mean(0) - known.expected).max() < 2.0**-20 * size
+
+
+def test_each_term_of_a_sum_is_rounded() -> None:
+    """Of ones the partial sums are 2, 3, ..., n, each off by a random part of half a unit in the last place."""
+    n = 100
+    sums = Roundings(0).sum(torch.ones(2000, n, dtype=torch.float64))
+    deviation = 2.0**-24 * (sum(j * j for j in range(2, n + 1)) / 3) ** 0.5
+    assert sums.shape == (2000, 1)
+    assert float((sums - n).square().mean() ** 0.5) == pytest.approx(deviation, rel=0.1)

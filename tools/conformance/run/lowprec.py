@@ -24,6 +24,7 @@ from graphrt.ops.sample_each import RowSettings
 from graphrt.ops.soft_max import alibi_slopes
 from graphrt.tensor import Tensor
 from graphrt.tools.conformance.run import lowprec_back as back
+from graphrt.tools.conformance.run.lowprec_drawn import DIFFERENCES
 
 T = torch.Tensor
 LowPrecision = Callable[..., T]
@@ -64,13 +65,13 @@ def _ordered(function: LowPrecision, draws: int, most: float = math.inf) -> Draw
 
 def _drawn() -> dict[str, Drawn]:
     """By op. exp makes a score's rounding an error of a whole weight, so that attention's error is that of its few
-    largest weights. A product of few elements has few to average, and so has a row of one element, which in gradients
-    of rows is what is left of a difference: its roundings are drawn themselves, since no order is left to choose."""
+    largest weights. A product of few elements has few to average, and so has a row of one element, where it is what is
+    left of a difference: its roundings are drawn themselves, since there is no order to choose."""
     products = {"MUL_MAT": _ordered(_product, 4, 2**12), "MUL_MAT_ID": _ordered(_expert_product, 4, 2**12)}
     attention = {name: _ordered(LOW[name], 4, 2**15) for name in LOW if name in _ATTENTION}
     gradients = {name: _ordered(LOW[name], 16) for name in ("FLASH_ATTN_BACK", "FLASH_ATTN_VARLEN_BACK")}
-    rows = {name: Drawn(function, 16, 2**12) for name, function in back.OF_ROWS.items()}
-    return {**products, **attention, **gradients, **rows}
+    differences = {name: Drawn(function, 16, 2**12) for name, function in DIFFERENCES.items()}
+    return {**products, **attention, **gradients, **differences}
 
 
 _ATTENTION = ("FLASH_ATTN_EXT", "FLASH_ATTN_VARLEN", "FLASH_ATTN_LSE", "FLASH_ATTN_VARLEN_LSE")

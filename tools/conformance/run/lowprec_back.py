@@ -117,45 +117,6 @@ def opt_step_adamw(node: Tensor, a: T, m: T, v: T, hyper: T) -> T:
     return found
 
 
-class Roundings:
-    """float32's roundings drawn at random, for what is computed in float64: each operation's result is off by a random
-    part of half a unit in the last place, and no two draws are lucky in the same way."""
-
-    def __init__(self, draw: int) -> None:
-        self._random = torch.Generator().manual_seed(draw)
-
-    def _errors(self, x: T) -> T:
-        return x * (2.0 * torch.rand(x.shape, generator=self._random, dtype=torch.float64) - 1.0) * 2.0**-24
-
-    def __call__(self, x: T) -> T:
-        """The result of one operation."""
-        return x + self._errors(x)
-
-    def sum(self, terms: T) -> T:
-        """The sums of the rows, [..., 1], terms added one by one in a random order."""
-        order = torch.randperm(terms.shape[-1], generator=self._random)
-        sums = terms[..., order].cumsum(-1)
-        return sums[..., -1:] + self._errors(sums[..., 1:]).sum(-1, keepdim=True)
-
-
-def soft_max_back(node: Tensor, d: T, weights: T, draw: int) -> T:
-    r, d, weights = Roundings(draw), d.double(), weights.double()
-    terms = r(d * weights)
-    return r(r(terms - r(weights * r.sum(terms))) * node.params.scale)
-
-
-def rms_norm_back(node: Tensor, d: T, a: T, draw: int) -> T:
-    r, d, a = Roundings(draw), d.double(), a.double()
-    n = a.shape[-1]
-    factor = r(1.0 / r(torch.sqrt(r(r(r.sum(r(a * a)) / n) + node.params.eps))))
-    along = r(r(r.sum(r(d * a)) / n) * r(factor * factor))
-    return r(r(d - r(a * along)) * factor)
-
-
-#: Gradients of rows, of the number of a draw of their roundings.
-OF_ROWS: dict[str, Callable[..., T]] = {"SOFT_MAX_BACK": soft_max_back, "RMS_NORM_BACK": rms_norm_back}
-
-
 def drawn_order(draw: int) -> Order:
     """A random one, of the number of the draw: the same on every machine."""
     return lambda n: torch.randperm(n, generator=torch.Generator().manual_seed(1_000_003 * draw + n)).tolist()
