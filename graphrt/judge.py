@@ -17,8 +17,8 @@ import numpy.typing as npt
 from graphrt import float8
 from graphrt.dtypes import CACHES, FLOATS8, CacheType
 from graphrt.host import host_type
-from graphrt.judge_bias import why_biased
-from graphrt.patterns import describe, place
+from graphrt.judge_bias import why_biased, why_cut
+from graphrt.patterns import coarser_type, describe, place
 from graphrt.tensor import Tensor
 from graphrt.testing import dequantize
 
@@ -162,7 +162,8 @@ def judge(
     rule: what was computed in, a key of PRECISIONS or figures of one's own, if it is not precision() of the node.
 
     A result of floats of 8 bits, or of an op that reads k or v or a matrix of them, must keep judge_share()'s rule too;
-    one that is rounded so coarsely that a wrong factor hides in that, judge_bias.py's.
+    one that is rounded so coarsely that a wrong factor hides in that, judge_bias.py's. f16 and bf16 must be rounded,
+    not cut off.
 
     A result of floats of 8 bits holds no number past the largest one, which such a one is judged as.
 
@@ -186,11 +187,14 @@ def judge(
     allowed = rule if isinstance(rule, Precision) else PRECISIONS[rule or tolerance(node)]
     figures = _Figures(node, allowed, error, e, np.where(finite, draws, 0.0))
     message = figures.why_wrong(worst, a, e)
+    if message and node.dtype.name == "f32":
+        message += coarser_type(a, e)
     if not message and reads_float8(node):
         message = judge_share(node, a, e).message
     if not message and allowed.bias is not None:
         band = PRECISIONS[precision(node)].band
         message = why_biased(node, a, e, unrounded[0], allowed.bias, band)
+    message = message or why_cut(node.dtype, a, e)
     return Verdict(not message, message, figures.nmse, figures.limit, float(error.max()), worst)
 
 
@@ -211,7 +215,10 @@ def _special(node: Tensor, a: Floats, e: Floats) -> Verdict | None:
     wrong = ~np.isfinite(a) & ~special & ~(overflow & (a == stored))
     lost = special & ~((a == e) | (np.isnan(a) & np.isnan(e)))
     e[overflow & np.isinf(a)] = np.inf
-    for mask, what in ((wrong, "NaN or infinite where it must be a number"), (lost, "a number where it must not be")):
+    for mask, what in (
+        (wrong, "NaN or infinite where it must be a number"),
+        (lost, "not the NaN or infinity that it must be"),
+    ):
         if mask.any():
             return _misplaced(node, mask, what, a, e)
     return None
@@ -285,7 +292,10 @@ def judge_broken(
     a, e = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
     lost = (from_nan & ~np.isnan(a)) | (from_infinity & ~np.isfinite(e) & np.isfinite(a))
     spread = ~from_nan & ~from_infinity & ~np.isfinite(a)
-    for mask, what in ((spread, "NaN or infinite where it must be a number"), (lost, "a number where it must not be")):
+    for mask, what in (
+        (spread, "NaN or infinite where it must be a number"),
+        (lost, "not the NaN or infinity that it must be"),
+    ):
         if mask.any():
             return _misplaced(node, mask, what, a, e)
     numbers = np.isfinite(a) & np.isfinite(e)

@@ -60,6 +60,31 @@ def row_sizes(e: Floats, counted: npt.NDArray[np.bool_]) -> Floats:
     return np.maximum(sizes, SMALLEST * middle)
 
 
+#: Bits of mantissa that are stored, and the exponent of the smallest normal number.
+_HALVES = {"f16": (10, -14), "bf16": (7, -126)}
+#: Even errors of a whole step go to one side in so many elements only once in 2**CHANCE cases.
+CHANCE = 24
+
+
+def why_cut(dt: DType, actual: Floats, expected: Floats) -> str:
+    """Says if results of f16 or bf16 were cut off where they must be rounded, or "".
+
+    Cutting errs twice as far as rounding, which the rule of sizes allows. But what lies nearer to the next number away
+    from 0 never goes there. However large an honest kernel's own errors are, some of it does.
+    """
+    if dt.name not in _HALVES:
+        return ""
+    mantissa, least = _HALVES[dt.name]
+    e = np.abs(expected)
+    exponent = np.maximum(np.frexp(e)[1] - 1, least)
+    steps = np.ldexp(e, mantissa - exponent)
+    larger = np.isfinite(actual) & (steps - np.floor(steps) > 0.5)
+    count = int(larger.sum())
+    if count < CHANCE or (np.abs(actual[larger]) > e[larger]).any():
+        return ""
+    return f"none of the {count} results that rounding to {dt.name} makes larger is: bits were cut off, not rounded"
+
+
 @dataclass(frozen=True)
 class _Sum:
     """A sum of errors, each times its weight. said: what it tells of a result, with a place for its figure.

@@ -51,6 +51,23 @@ def describe(bad: Mask, op: str) -> str:
     return whole + " in ".join(parts)
 
 
+def coarser_type(actual: npt.NDArray[np.float64], expected: npt.NDArray[np.float64]) -> str:
+    """Says if results that must be of f32 are all numbers of a type with fewer bits, "" if not, or of too few."""
+    a = actual[np.isfinite(actual) & (actual != 0)]
+    e = np.abs(expected[np.isfinite(actual) & (actual != 0)])
+    if len(a) < _FEWEST:
+        return ""
+    with np.errstate(over="ignore"):
+        halves, words = a.astype(np.float16).astype(np.float64), a.astype(np.float32).view(np.uint32)
+    kind = "bf16" if not (words & 0xFFFF).any() else "f16" if (halves == a).all() else ""
+    cut = "; none is larger than it must be, as if bits were cut off and not rounded" if (np.abs(a) <= e).all() else ""
+    return kind and f"; all of them are numbers of {kind}, where f32 has more bits{cut}"
+
+
+#: From so many results on it is no chance that all have zeros for their last bits.
+_FEWEST = 8
+
+
 def _percent(share: float) -> str:
     return f"{100 * share:.0f} %" if share >= 0.01 else f"{100 * share:.2g} %"
 

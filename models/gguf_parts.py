@@ -57,7 +57,7 @@ def _map(path: Path) -> Buffer:
                 raise GGUFError(f"{path}: a GGUF file can't be empty, got 0 bytes.\nDownload the file again.")
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
     except FileNotFoundError:
-        raise GGUFError(f"{path}: there is no such file. Check the path, or use `graphrt pull`.") from None
+        raise GGUFError(f"{path}: there is no such file. Check the path.") from None
     except PermissionError:
         raise GGUFError(f"{path}: the file may not be read. Change its permissions, or ask its owner.") from None
     except (OSError, ValueError) as err:  # ValueError: a NUL in the path, or a file too large to map

@@ -268,8 +268,8 @@ def _spoil(where: int, value: float) -> Callable[[np.ndarray], Any]:
 @pytest.mark.parametrize(
     ("spoil", "said"),
     [
-        (_spoil(0, 1.0), "a number where it must not be"), (_spoil(0, np.inf), "a number where it must not be"),
-        (_spoil(1, 1.0), "a number where it must not be"), (_spoil(1, np.nan), ""), (_spoil(1, -np.inf), ""),
+        (_spoil(0, 1.0), "not the NaN or infinity"), (_spoil(0, np.inf), "not the NaN or infinity"),
+        (_spoil(1, 1.0), "not the NaN or infinity"), (_spoil(1, np.nan), ""), (_spoil(1, -np.inf), ""),
         (_spoil(2, np.nan), ""), (_spoil(2, 5.0), "NMSE"), (_spoil(2, 1.001), ""),
         (_spoil(3, np.nan), "NaN or infinite where it must be a number"),
         (_spoil(3, np.inf), "NaN or infinite where it must be a number"), (_spoil(3, -2.2), "NMSE"),

@@ -360,7 +360,7 @@ def test_not_a_gguf_file(tmp_path: Path, content: bytes, says: str) -> None:
 
 
 def test_paths_that_cannot_be_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(GGUFError, match="no such file"):
+    with pytest.raises(GGUFError, match=r"there is no such file\. Check the path\.$"):
         GGUFFile.open(tmp_path / "missing.gguf")
     with pytest.raises(GGUFError, match="got a directory"):
         GGUFFile.open(tmp_path)

@@ -247,3 +247,22 @@ def test_patterns_in_words(index: object, text: str) -> None:
     bad = np.zeros((1, 1, 1, 256), np.bool_)
     bad[index] = True  # type: ignore[index]
     assert describe(bad, "ADD") == text
+
+
+def _to_bf16(x: np.ndarray, cut: bool) -> np.ndarray:
+    words = x.astype(np.float32).view(np.uint32) + np.uint32(0 if cut else 0x8000)
+    return (words & np.uint32(0xFFFF0000)).view(np.float32).astype(np.float64)
+
+
+@pytest.mark.parametrize("cut", [True, False])
+@pytest.mark.parametrize(("kind", "n"), [("bf16", 64), ("f16", 64), ("bf16", 7), ("f32", 64)])
+def test_a_wrong_result_whose_numbers_have_fewer_bits_says_so(kind: str, n: int, cut: bool) -> None:
+    """Of seven that could be chance."""
+    node = ops.sqr(new_input("f32", n, name="a"))
+    expected = np.random.default_rng(1).uniform(0.5, 2.0, (1, 1, 1, n))
+    made = {"bf16": _to_bf16(expected, cut), "f16": expected.astype(np.float16).astype(np.float64)}
+    message = judge(node, made.get(kind, expected * 1.01), expected, expected).message
+    assert message.startswith("NMSE")
+    assert ("numbers of" in message) == (n > 7 and kind != "f32")
+    if "numbers of" in message:
+        assert f"all of them are numbers of {kind}," in message and ("cut off" in message) == (kind == "bf16" and cut)

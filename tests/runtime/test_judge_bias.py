@@ -11,7 +11,7 @@ import pytest
 from graphrt import float8, new_input, ops
 from graphrt.dtypes import dtype
 from graphrt.judge import PRECISIONS, judge
-from graphrt.judge_bias import step_of, why_biased
+from graphrt.judge_bias import step_of, why_biased, why_cut
 from graphrt.tensor import Tensor
 
 Floats = npt.NDArray[np.float64]
@@ -167,3 +167,34 @@ def test_rows_of_few_keys_do_not_decide_alone() -> None:
 def test_steps_of_a_type() -> None:
     values = np.array([0.0, 2.0**-9, 2.0**-6, 1.0, 1.9, 448.0])
     assert step_of(values, dtype("f8_e4m3")).tolist() == [2.0**-9, 2.0**-9, 2.0**-9, 0.125, 0.125, 32.0]
+
+
+@pytest.mark.parametrize("kind", ["f16", "bf16"])
+def test_what_is_cut_off_is_not_rounded(kind: str) -> None:
+    """Of few numbers that could be chance; errors of one step before rounding are none."""
+    rng = np.random.default_rng(5)
+    node = ops.sqr(new_input(kind, 200, name="a"))
+    e = rng.normal(size=(1, 1, 1, 200))
+    bits = {"f16": 13, "bf16": 16}[kind]
+    words = e.astype(np.float32).view(np.uint32)
+    cut = (words >> bits << bits).view(np.float32).astype(np.float64)
+    near = ((words + (1 << (bits - 1))) >> bits << bits).view(np.float32).astype(np.float64)
+    noisy = e * (1 + rng.normal(size=e.shape) * 2.0 ** (bits - 24))
+    noisy = (noisy.astype(np.float32).view(np.uint32) >> bits << bits).view(np.float32).astype(np.float64)
+    assert f"results that rounding to {kind} makes larger is" in why_cut(node.dtype, cut, e)
+    assert not why_cut(node.dtype, near, e) and not why_cut(node.dtype, noisy, e)
+    assert "cut off, not rounded" in judge(node, cut, e, near).message
+    assert judge(node, near, e, near).ok
+    larger = np.abs(near) > np.abs(e)
+    few = np.where(np.cumsum(larger).reshape(e.shape) < 24, cut, near)
+    assert not why_cut(node.dtype, few, e)
+    assert not why_cut(node.dtype, cut[..., :30], e[..., :30])
+    assert not why_cut(dtype("f32"), cut, e)
+
+
+@pytest.mark.parametrize("kind", ["f16", "bf16"])
+def test_the_smallest_numbers_lie_one_step_apart(kind: str) -> None:
+    """Below the smallest normal number, where a number's own exponent says nothing of the step."""
+    step = {"f16": 2.0**-24, "bf16": 2.0**-133}[kind]
+    e = (np.arange(100) + 0.75) * step
+    assert why_cut(dtype(kind), np.floor(e / step) * step, e) and not why_cut(dtype(kind), np.ceil(e / step) * step, e)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -141,6 +142,34 @@ class Wobbling(broken_backends.Undecided):
     deterministic = False
 
 
+class WithoutTail(ToyBackend):
+    """ADD leaves the last column of each row as it is. made: what it writes to the first one."""
+
+    made: float | None = None
+
+    def _step(self, node: Tensor, place: Callable[[Tensor], Place]) -> Step:
+        out, (a, b) = _array(node, *place(node)), [_array(s, *place(s)) for s in node.sources()]
+
+        def run() -> None:
+            out[..., :-1] = (a + b)[..., :-1]
+            if self.made is not None:
+                out[..., 0] = self.made
+
+        return run
+
+
+class WithoutTailAndNan(WithoutTail):
+    made = math.nan
+
+
+class MakingNan(ToyBackend):
+    """ADD reads NaN where b is."""
+
+    def _step(self, node: Tensor, place: Callable[[Tensor], Place]) -> Step:
+        out, a = _array(node, *place(node)), _array(next(node.sources()), *place(next(node.sources())))
+        return lambda: np.copyto(out, a + np.float32(math.nan))
+
+
 class Full(ToyBackend):
     def alloc(self, nbytes: int, usage: Usage) -> ToyBuffer:
         raise MemoryPlanError(f"{nbytes} bytes are too many")
@@ -159,6 +188,9 @@ class Full(ToyBackend):
         (broken_backends.Undecided, _case, "fail", "two runs on the same inputs differ"),
         (Wobbling, _case, "pass", ""),
         (Full, _case, "unsupported", "no room: "),
+        (WithoutTail, _case, "fail", "the last; none of these was ever written"),
+        (WithoutTailAndNan, _case, "fail", "elements were never written: all of column"),
+        (MakingNan, _case, "fail", "all elements were written, so that NaN was computed, or read"),
         (ToyBackend, _two_ops, "unsupported", "op SQRT is unknown to it"),
     ],
 )

@@ -25,6 +25,8 @@ from graphrt.tools.conformance.run.reference import Array, as_stored, computing_
 Bytes = npt.NDArray[np.uint8]
 #: Guard bytes on each side of a tensor, as many as ggml's sentinels.
 GUARD = 4096
+#: No kernel computes a number of these bytes, and it is none that tensors begin with: what still has them is unwritten.
+_OTHER = 0xFE
 #: Memory is compared in pieces of this size.
 _PIECE = 64 * 2**20
 _WEIGHTS = {"MUL_MAT": "weights", "MUL_MAT_ID": "weights", "GET_ROWS": "table"}
@@ -113,6 +115,17 @@ class Guarded:
         self.program()
         self.backend.synchronize()
         return self._result(self.place(self.node))
+
+    def unwritten(self) -> npt.NDArray[np.bool_]:
+        """Which elements of the result a run leaves as they were, in torch's shape. The node has memory of its own."""
+        self.reset()
+        buffer, offset = self.place(self.node)
+        buffer.write(offset, np.full(self.node.nbytes, _OTHER, np.uint8))
+        self.program()
+        self.backend.synchronize()
+        found = np.ascontiguousarray(self._result((buffer, offset))).view(np.uint8)
+        left: npt.NDArray[np.bool_] = (found.reshape(*self.node.shape, -1) == _OTHER).all(-1)
+        return left
 
     def run_in_place(self) -> list[Array]:
         """The same with the result in a source's memory, for each that the op allows and whose layout agrees."""

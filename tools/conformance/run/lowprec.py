@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +24,7 @@ from graphrt.ops.sample_each import RowSettings
 from graphrt.ops.soft_max import alibi_slopes
 from graphrt.tensor import Tensor
 from graphrt.tools.conformance.run import lowprec_back as back
+from graphrt.tools.conformance.run.lowprec_drawn import DIFFERENCES
 
 T = torch.Tensor
 LowPrecision = Callable[..., T]
@@ -44,27 +46,44 @@ def low(node: Tensor, sources: list[T | None], rounded: str | None = None) -> T:
     return result.to(kind).to(torch.float64)
 
 
-#: Ops whose error in float32 is mostly luck, so that one order of adding up says little of another: in gradients of
-#: attention exp makes a score's rounding an error of a whole weight, and a product of few elements has few to average.
-DRAWN: dict[str, Callable[..., T]] = {
-    "FLASH_ATTN_BACK": back.flash_attn_back, "FLASH_ATTN_VARLEN_BACK": back.flash_attn_varlen_back,
-    "MUL_MAT": lambda rounded, node, a, b, order: _product(node, a, b, order),
-    "MUL_MAT_ID": lambda rounded, node, a, b, ids, order: _expert_product(node, a, b, ids, order),
-}  # fmt: skip
-DRAWS = 16
-#: As often is a product drawn, whose errors differ less, and none of more elements than FEW.
-PRODUCT_DRAWS, FEW = 4, 4096
+class Drawn(NamedTuple):
+    """An op whose error in float32 is mostly luck, so that one computation says little of another.
+
+    once: (node, *sources, number of the draw) -> the result, by roundings that this number chooses; draws: how many are
+    made; most: of no result with more elements, which average luck out by themselves.
+    """
+
+    once: Callable[..., T]
+    draws: int
+    most: float = math.inf
+
+
+def _ordered(function: LowPrecision, draws: int, most: float = math.inf) -> Drawn:
+    """By the order of adding up: terms are added one by one."""
+    return Drawn(lambda node, *given: function(node, *given[:-1], order=back.drawn_order(given[-1])), draws, most)
+
+
+def _drawn() -> dict[str, Drawn]:
+    """By op. exp makes a score's rounding an error of a whole weight, so that attention's error is that of its few
+    largest weights. A product of few elements has few to average, and so has a row of one element, where it is what is
+    left of a difference: its roundings are drawn themselves, since there is no order to choose."""
+    products = {"MUL_MAT": _ordered(_product, 4, 2**12), "MUL_MAT_ID": _ordered(_expert_product, 4, 2**12)}
+    attention = {name: _ordered(LOW[name], 4, 2**15) for name in LOW if name in _ATTENTION}
+    gradients = {name: _ordered(LOW[name], 16) for name in ("FLASH_ATTN_BACK", "FLASH_ATTN_VARLEN_BACK")}
+    differences = {name: Drawn(function, 16, 2**12) for name, function in DIFFERENCES.items()}
+    return {**products, **attention, **gradients, **differences}
+
+
+_ATTENTION = ("FLASH_ATTN_EXT", "FLASH_ATTN_VARLEN", "FLASH_ATTN_LSE", "FLASH_ATTN_VARLEN_LSE")
 
 
 def lows(node: Tensor, sources: list[T | None], rounded: str | None = None) -> T:
-    """Results of a node in low precision, [draws, *shape]: low() alone, or where only float32's order of adding up is
-    between a result and the exact one, and it matters, some orders, in each of which terms are added one by one."""
-    product = node.op in ("MUL_MAT", "MUL_MAT_ID")
-    drawn = node.op in DRAWN and precision(node) == "f32" and rounded is None
-    if not drawn or (product and math.prod(node.shape) > FEW):
+    """Results of a node in low precision, [draws, *shape]: low() alone, or where only float32's roundings are between a
+    result and the exact one, and luck decides how large their sum is, some draws (see Drawn)."""
+    drawn = DRAWN.get(node.op) if precision(node) == "f32" and rounded is None else None
+    if drawn is None or math.prod(node.shape) > drawn.most:
         return low(node, sources, rounded)[None]
-    orders = map(back.drawn_order, range(PRODUCT_DRAWS if product else DRAWS))
-    return torch.stack([DRAWN[node.op](_rounding(node), node, *sources, order=order) for order in orders]).double()
+    return torch.stack([drawn.once(node, *sources, draw) for draw in range(drawn.draws)]).double()
 
 
 def why_not_rounded(node: Tensor, rounded: str) -> str | None:
@@ -161,7 +180,9 @@ def _mask_of(mask: T, n_head: int, n_seq: int, max_bias: float) -> T:
     return mask[seqs][:, heads] * slopes
 
 
-def _scores(node: Tensor, q: T, k: T, mask: T | None, first: tuple[int, int] = (0, 0)) -> T:
+def _scores(
+    node: Tensor, q: T, k: T, mask: T | None, first: tuple[int, int] = (0, 0), order: back.Order | None = None
+) -> T:
     """Logits [n_seq, n_head, n_q, n_kv]. first: number of the first sequence, position of its first query."""
     p, rounded = node.params, _rounding(node)
     n_seq, n_head, n_q, d = q.shape
@@ -169,7 +190,7 @@ def _scores(node: Tensor, q: T, k: T, mask: T | None, first: tuple[int, int] = (
         k = k.reshape(n_seq, -1, d // k.shape[3], *k.shape[2:]).permute(0, 1, 3, 2, 4).flatten(3)
     per = n_head // k.shape[1]
     grouped = rounded(q).reshape(n_seq, k.shape[1], per * n_q, d)
-    s = back.in_order(grouped, rounded(k)).reshape(n_seq, n_head, n_q, -1) * p.scale
+    s = back.in_order(grouped, rounded(k), order).reshape(n_seq, n_head, n_q, -1) * p.scale
     if p.softcap > 0:
         s = torch.tanh(s / p.softcap) * p.softcap
     function = score_of(p)
@@ -191,10 +212,11 @@ def _with_sink(s: T, sinks: T | None) -> T:
 def _flash_attn_ext(
     node: Tensor, q: T, k: T, v: T, mask: T | None = None, sinks: T | None = None, attn_bias: T | None = None,
     k_scale: T | None = None, v_scale: T | None = None, first: tuple[int, int] = (0, 0),
+    order: back.Order | None = None,
 ) -> T:  # fmt: skip
     rounded = _rounding(node)
     q = q * _of_heads(k_scale, q.shape[1])
-    s = _with_sink(_with_bias(_scores(node, q, k, mask, first), attn_bias), sinks)
+    s = _with_sink(_with_bias(_scores(node, q, k, mask, first, order), attn_bias), sinks)
     top = s.amax(-1, keepdim=True)
     e = torch.exp(s - torch.where(torch.isneginf(top), 0.0, top))
     total = e.sum(-1, keepdim=True)
@@ -206,7 +228,7 @@ def _flash_attn_ext(
     p = rounded(p)
     n_seq, n_head, n_q, n_kv = p.shape
     values = torch.nan_to_num(rounded(v), 0.0).transpose(2, 3)
-    out = back.in_order(p.reshape(n_seq, v.shape[1], -1, n_kv), values)
+    out = back.in_order(p.reshape(n_seq, v.shape[1], -1, n_kv), values, order)
     out = out.reshape(n_seq, n_head, n_q, -1) / torch.where(total > 0, total, 1.0)
     out = out * _of_heads(v_scale, n_head) / getattr(node.params, "out_scale", 1.0)
     return out.permute(0, 2, 1, 3)
@@ -226,9 +248,11 @@ def _with_bias(s: T, attn_bias: T | None) -> T:
 
 
 def _flash_attn_lse(
-    node: Tensor, q: T, k: T, mask: T | None = None, sinks: T | None = None, attn_bias: T | None = None
-) -> T:
-    lse = torch.logsumexp(_with_sink(_with_bias(_scores(node, q, k, mask), attn_bias), sinks), dim=-1)
+    node: Tensor, q: T, k: T, mask: T | None = None, sinks: T | None = None, attn_bias: T | None = None,
+    order: back.Order | None = None,
+) -> T:  # fmt: skip
+    s = _with_bias(_scores(node, q, k, mask, order=order), attn_bias)
+    lse = torch.logsumexp(_with_sink(s, sinks), dim=-1)
     return lse.permute(0, 2, 1).reshape(node.shape)
 
 
@@ -270,24 +294,25 @@ def _end_to_end(cache: T, rows: T, mask: T) -> T:
 def _flash_attn_varlen(
     node: Tensor, q: T, k: T, v: T, q_starts: T, lengths: T | None = None, table: T | None = None,
     k_starts: T | None = None, sinks: T | None = None, prefixes: T | None = None, mask: T | None = None,
+    order: back.Order | None = None,
 ) -> T:  # fmt: skip
     out = torch.zeros(node.shape)
     for queries, rows, bias, first in _varlen(node, q, q_starts, lengths, table, k_starts, mask):
         keys, values = _end_to_end(k, rows, bias), _end_to_end(v, rows, bias)
-        out[:, queries] = _flash_attn_ext(node, q[:, :, queries], keys, values, bias, sinks, first=first)
+        out[:, queries] = _flash_attn_ext(node, q[:, :, queries], keys, values, bias, sinks, first=first, order=order)
     return out
 
 
 def _flash_attn_varlen_lse(
     node: Tensor, q: T, k: T, q_starts: T, lengths: T | None = None, table: T | None = None, k_starts: T | None = None,
-    sinks: T | None = None, prefixes: T | None = None, mask: T | None = None,
+    sinks: T | None = None, prefixes: T | None = None, mask: T | None = None, order: back.Order | None = None,
 ) -> T:  # fmt: skip
     out = torch.full(node.shape, -math.inf)
     if sinks is not None:
         out[0, 0, : int(q_starts.flatten()[-1])] = sinks.flatten()
     for queries, rows, bias, first in _varlen(node, q, q_starts, lengths, table, k_starts, mask):
-        s = _with_sink(_scores(node, q[:, :, queries], _end_to_end(k, rows, bias), bias, first), sinks)
-        out[0, 0, queries] = torch.logsumexp(s, dim=-1)[0].T
+        s = _scores(node, q[:, :, queries], _end_to_end(k, rows, bias), bias, first, order)
+        out[0, 0, queries] = torch.logsumexp(_with_sink(s, sinks), dim=-1)[0].T
     return out
 
 
@@ -433,6 +458,9 @@ LOW: dict[str, LowPrecision] = {
     "CROSS_ENTROPY_LOSS_BACK": back.cross_entropy_loss_back,
     "OPT_STEP_SGD": back.opt_step_sgd,
     "OPT_STEP_ADAMW": back.opt_step_adamw,
-    "FLASH_ATTN_BACK": lambda node, *given: back.flash_attn_back(_rounding(node), node, *given),
-    "FLASH_ATTN_VARLEN_BACK": lambda node, *given: back.flash_attn_varlen_back(_rounding(node), node, *given),
-}
+    "FLASH_ATTN_BACK": lambda node, *given, order=None: back.flash_attn_back(
+        _rounding(node), node, *given, order=order),
+    "FLASH_ATTN_VARLEN_BACK": lambda node, *given, order=None: back.flash_attn_varlen_back(
+        _rounding(node), node, *given, order=order),
+}  # fmt: skip
+DRAWN = _drawn()

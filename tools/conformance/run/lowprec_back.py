@@ -199,7 +199,7 @@ def _shared(each: T, per: int) -> T:
 
 def flash_attn_back(
     rounded: Round, node: Tensor, d_out: T, q: T, k: T, v: T, out: T, lse: T, mask: T | None = None,
-    sinks: T | None = None, attn_bias: T | None = None, d_lse: T | None = None, order: Order | None = None,
+    sinks: T | None = None, attn_bias: T | None = None, d_lse: T | None = None, *, order: Order | None = None,
 ) -> T:  # fmt: skip
     n_seq, n_head, n_q, _ = q.shape
     p, n_kv = node.params.attn, k.shape[2]
@@ -226,7 +226,7 @@ def _tile(mask: T, n_seq: int, n_head: int) -> T:
 
 def flash_attn_varlen_back(
     rounded: Round, node: Tensor, d_out: T, q: T, k: T, v: T, out: T, lse: T, q_starts: T, k_starts: T,
-    sinks: T | None = None, d_lse: T | None = None, order: Order | None = None,
+    sinks: T | None = None, d_lse: T | None = None, *, order: Order | None = None,
 ) -> T:  # fmt: skip
     """All sequences at once: a key is hidden from the queries of others."""
     p, n_q, n_k = node.params.attn, q.shape[2], k.shape[2]

@@ -11,13 +11,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 
 from graphrt.backend import Backend
 from graphrt.errors import BackendError, MemoryPlanError
 from graphrt.judge import Verdict
 from graphrt.op import op_spec
+from graphrt.patterns import describe
 from graphrt.tensor import Tensor
-from graphrt.testing import Case, Inputs
+from graphrt.testing import Case, Inputs, dequantize
 from graphrt.tools.conformance.run.guard import Guarded
 from graphrt.tools.conformance.run.lowprec import why_not_rounded
 from graphrt.tools.conformance.run.redone import uncalled
@@ -66,12 +68,14 @@ class Outcome:
 @dataclass
 class _Ran:
     """What a backend did. refusal: its reason not to; rounded: what it says it rounds activations to; actual: the
-    result as stored; in_place: the results in sources' memory; problems: what else was wrong."""
+    result as stored; unwritten: which of its elements were not written, where there is NaN among them; in_place: the
+    results in sources' memory; problems: what else was wrong."""
 
     refusal: str | None = None
     rounded: str | None = None
     crash: str | None = None
     actual: Array | None = None
+    unwritten: npt.NDArray[np.bool_] | None = None
     in_place: list[Array] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
@@ -137,11 +141,23 @@ def file_name(case: str) -> str:
 def _judged(name: str, op: str, inputs: Inputs, ran: _Ran, known: Known, started: float) -> Outcome:
     assert ran.actual is not None
     verdict = known.judge(inputs.result, ran.actual)
-    problems = [verdict.message] if verdict.message else []
+    problems = [verdict.message + _of_nan(inputs.result, ran)] if verdict.message else []
     for result in ran.in_place if not problems else ():
         again = known.judge(inputs.result, result)
         problems += [f"in its source's memory it is wrong: {again.message}"] if again.message else []
     return _outcome(name, op, verdict, problems + ran.problems, time.perf_counter() - started, known.rounded)
+
+
+def _of_nan(node: Tensor, ran: _Ran) -> str:
+    """Where a wrong result's NaN is from: what guard.py put there and nobody wrote, or what the kernel read or made."""
+    if ran.unwritten is None:
+        return ""
+    assert ran.actual is not None
+    if np.array_equal(ran.unwritten, np.isnan(dequantize(ran.actual, node.dtype))):
+        return "; none of these was ever written"
+    if ran.unwritten.any():
+        return f"; {int(ran.unwritten.sum())} elements were never written: {describe(ran.unwritten, node.op)}"
+    return "; all elements were written, so that NaN was computed, or read: gaps and what lies around sources are NaN"
 
 
 def _outcome(name: str, op: str, v: Verdict, problems: list[str], seconds: float, rounded: str | None) -> Outcome:
@@ -174,8 +190,11 @@ def _run(inputs: Inputs, backend: Backend) -> _Ran:
     if backend.deterministic:
         problems += _differences(actual, guarded.run())
     problems += uncalled(inputs, guarded.program.redone())
-    in_place = guarded.run_in_place() if op_spec(inputs.result.op).inplace else []
-    return _Ran(actual=actual, in_place=in_place, problems=problems)
+    node = inputs.result
+    in_place = guarded.run_in_place() if op_spec(node.op).inplace else []
+    plain = node.dtype.kind == "float" and not node.dtype.is_quantized and op_spec(node.op).writes is None
+    unwritten = guarded.unwritten() if plain and np.isnan(dequantize(actual, node.dtype)).any() else None
+    return _Ran(actual=actual, unwritten=unwritten, in_place=in_place, problems=problems)
 
 
 def _guarding(work: Callable[[], _Ran]) -> _Ran:
