@@ -137,7 +137,7 @@ class PagedStep(AnyStep[PagedInputs]):
         shared = np.array([number for prefix in prefixes for number in prefix], np.int32)
         given = self.fill({read: tokens, inputs.rows: rows, inputs.prefixes: shared})
         if inputs.choice is not None and choice is not None:
-            given += self.fill({t: values for t, values in choice.values(inputs.choice).items()})
+            given += self.fill(dict(choice.values(inputs.choice).items()))
         self.filled([*given, *self._place(new)])
 
     def _place(self, new: Mapping[int, int]) -> list[Tensor]:
