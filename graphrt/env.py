@@ -11,13 +11,15 @@ from graphrt.errors import GraphrtError
 
 @dataclass(frozen=True)
 class Variable:
-    """name: of the variable; flag: of the command line; metavar: of its value; meaning, default: in words."""
+    """name: of the variable; flag: of the command line; metavar: of its value; meaning, default: in words. on_trial: it
+    asks for a form that is not the default before it has been measured, and goes when that is decided."""
 
     name: str
     flag: str
     metavar: str
     meaning: str
     default: str
+    on_trial: bool = False
 
     def get(self) -> str | None:
         """Its value, None where it is not set or empty."""
@@ -45,27 +47,27 @@ KEEP_WEIGHTS = Variable(
 OVERLAP = Variable(
     "GRAPHRT_OVERLAP", "--overlap", "BANDS",
     "bands of tokens in which a prompt's products before a sum over ranks are made, so that the sum of one is under "
-    "way while the next is multiplied, such as 4, 0 for none", "0",
+    "way while the next is multiplied, such as 4, 0 for none", "0", on_trial=True,
 )  # fmt: skip
 SUM_BITS = Variable(
     "GRAPHRT_SUM_BITS", "--sum-bits", "BITS",
     "bits of an element of what GPUs of one host write to each other of a step of many rows, 32 or 16 (beside a scale "
-    "of 32 elements)", "32",
+    "of 32 elements)", "32", on_trial=True,
 )  # fmt: skip
 CHOOSE_WITHIN = Variable(
     "GRAPHRT_CHOOSE_WITHIN", "--choose-within", "TOKENS",
     "tokens of a server's step up to which the step itself chooses the next ones, unless they wait for a grammar, such "
-    "as 1; a second graph chooses those of larger steps", "0",
+    "as 1; a second graph chooses those of larger steps", "0", on_trial=True,
 )  # fmt: skip
 JOIN_WITHIN = Variable(
     "GRAPHRT_JOIN_WITHIN", "--join-within", "TOKENS",
     "tokens of a server's step up to which attention's last programs join what others have of their tiles, such as 1; "
-    "a launch of its own joins those of larger steps", "0",
+    "a launch of its own joins those of larger steps", "0", on_trial=True,
 )  # fmt: skip
 ALONE_TOKENS = Variable(
     "GRAPHRT_ALONE_TOKENS", "--alone-tokens", "TOKENS",
     "tokens of a step of `serve --deterministic` that reads pieces of prompts of about one length beside each other, "
-    "however few there are, such as 256; 0: each piece is a step by itself", "0",
+    "however few there are, such as 256; 0: each piece is a step by itself", "0", on_trial=True,
 )  # fmt: skip
 KERNEL_CACHE = Variable(
     "GRAPHRT_KERNEL_CACHE", "--kernel-cache", "FOLDER", "folder of compiled CPU kernels, 0 for none",
@@ -79,14 +81,15 @@ def cache_folder(name: str) -> str | None:
     return None if folder is None else os.path.join(folder, name)
 
 
-VARIABLES = (CACHE, FUSE, KEEP_WEIGHTS, OVERLAP, SUM_BITS, CHOOSE_WITHIN, JOIN_WITHIN, ALONE_TOKENS, KERNEL_CACHE)
+VARIABLES = (CACHE, FUSE, KEEP_WEIGHTS, KERNEL_CACHE, OVERLAP, SUM_BITS, CHOOSE_WITHIN, JOIN_WITHIN, ALONE_TOKENS)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flag of each variable."""
     group = parser.add_argument_group("settings that the environment may give too")
     for v in VARIABLES:
-        group.add_argument(v.flag, dest=v.name, metavar=v.metavar, help=f"{v.meaning} ({v.name}; default: {v.default})")
+        said = f"{'on trial: ' if v.on_trial else ''}{v.meaning} ({v.name}; default: {v.default})"
+        group.add_argument(v.flag, dest=v.name, metavar=v.metavar, help=said)
 
 
 def apply(args: argparse.Namespace) -> None:
@@ -99,4 +102,5 @@ def apply(args: argparse.Namespace) -> None:
 
 def table() -> list[tuple[str, str, str, str]]:
     """Rows of name, flag, meaning and default."""
-    return [(v.name, f"{v.flag} {v.metavar}", v.meaning, v.default) for v in VARIABLES]
+    said = {v: f"{'on trial: ' if v.on_trial else ''}{v.meaning}" for v in VARIABLES}
+    return [(v.name, f"{v.flag} {v.metavar}", said[v], v.default) for v in VARIABLES]
