@@ -17,7 +17,7 @@ import numpy.typing as npt
 from graphrt import float8
 from graphrt.dtypes import CACHES, FLOATS8, CacheType
 from graphrt.host import host_type
-from graphrt.judge_bias import why_biased, why_cut
+from graphrt.judge_bias import why_biased
 from graphrt.patterns import coarser_type, describe, place
 from graphrt.tensor import Tensor
 from graphrt.testing import dequantize
@@ -162,8 +162,7 @@ def judge(
     rule: what was computed in, a key of PRECISIONS or figures of one's own, if it is not precision() of the node.
 
     A result of floats of 8 bits, or of an op that reads k or v or a matrix of them, must keep judge_share()'s rule too;
-    one that is rounded so coarsely that a wrong factor hides in that, judge_bias.py's. f16 and bf16 must be rounded,
-    not cut off.
+    one that is rounded so coarsely that a wrong factor hides in that, judge_bias.py's.
 
     A result of floats of 8 bits holds no number past the largest one, which such a one is judged as.
 
@@ -194,7 +193,6 @@ def judge(
     if not message and allowed.bias is not None:
         band = PRECISIONS[precision(node)].band
         message = why_biased(node, a, e, unrounded[0], allowed.bias, band)
-    message = message or why_cut(node.dtype, a, e)
     return Verdict(not message, message, figures.nmse, figures.limit, float(error.max()), worst)
 
 

@@ -183,8 +183,6 @@ def test_what_is_cut_off_is_not_rounded(kind: str) -> None:
     noisy = (noisy.astype(np.float32).view(np.uint32) >> bits << bits).view(np.float32).astype(np.float64)
     assert f"results that rounding to {kind} makes larger is" in why_cut(node.dtype, cut, e)
     assert not why_cut(node.dtype, near, e) and not why_cut(node.dtype, noisy, e)
-    assert "cut off, not rounded" in judge(node, cut, e, near).message
-    assert judge(node, near, e, near).ok
     larger = np.abs(near) > np.abs(e)
     few = np.where(np.cumsum(larger).reshape(e.shape) < 24, cut, near)
     assert not why_cut(node.dtype, few, e)

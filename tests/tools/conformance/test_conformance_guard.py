@@ -298,6 +298,19 @@ def test_what_is_moved_or_a_mask_is_judged_by_its_bits(op: str) -> None:
     assert not known.judge(inputs.result, off).ok
 
 
+@pytest.mark.parametrize("interpreted", ["0", "1"])
+def test_bf16_is_rounded_and_not_cut_off(interpreted: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But in Triton's interpreter, which cuts."""
+    monkeypatch.setenv("TRITON_INTERPRET", interpreted)
+    inputs = next(c for c in all_cases("MUL") if "type=bf16" in str(c)).build()
+    known = know(inputs)
+    words = known.expected.astype(np.float32).view(np.uint32)
+    cut, near = ((words + add >> 16).astype(np.uint16) for add in (0, 0x8000))
+    verdict = known.judge(inputs.result, cut)
+    assert known.judge(inputs.result, near).ok and verdict.ok == (interpreted == "1")
+    assert ("cut off, not rounded" in verdict.message) == (interpreted == "0")
+
+
 # -- which cases, in which order
 
 

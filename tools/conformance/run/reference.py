@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import os
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +15,7 @@ from graphrt.backends.cpu.memory import strided
 from graphrt.graph import Graph
 from graphrt.host import host_type
 from graphrt.judge import Verdict, judge, judge_equal, judge_order, judge_written
+from graphrt.judge_bias import why_cut
 from graphrt.op import op_spec
 from graphrt.tensor import Tensor
 from graphrt.testing import Case, Inputs, dequantize
@@ -68,7 +70,12 @@ class Known:
         if self.stored is not None:
             return (judge_written if node.dtype.is_quantized else judge_equal)(node, actual, self.stored)
         low_result = self.low if self.low is not None else np.nan
-        return judge(node, dequantize(actual, node.dtype), self.expected, low_result, self.rounded)
+        numbers = dequantize(actual, node.dtype)
+        verdict = judge(node, numbers, self.expected, low_result, self.rounded)
+        if verdict.ok and os.environ.get("TRITON_INTERPRET") != "1":  # which cuts bf16 off, whatever the kernel
+            cut = why_cut(node.dtype, np.asarray(numbers, np.float64), np.asarray(self.expected, np.float64))
+            return replace(verdict, ok=not cut, message=cut)
+        return verdict
 
 
 def know(inputs: Inputs, rounded: str | None = None) -> Known:
