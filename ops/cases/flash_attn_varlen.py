@@ -37,8 +37,7 @@ class Axes:
     "in_order"; "shared", where sequences begin with the pages of the first; layout: "cache", rows of all heads side by
     side in cells; "plain", as the op has it; "v_in_k": v is the beginning of k's rows. sinks: of flash_attn's SINKS.
     groups: (first sequence, sequences) of those that share what pages they can, as `prefixes` tells; () to give none.
-    score: a name of scores.py's SCORES. mask: of MASKS; mask_heads: its m2. scaled: k_scale's values, "" for none,
-    "one", or "heads", one a head. (v_scale is a product behind the op, judged as such: tests/backends has it.)
+    score: a name of scores.py's SCORES. mask: of MASKS; mask_heads: its m2.
     """
 
     d: tuple[int, int] = (64, 64)
@@ -58,7 +57,6 @@ class Axes:
     score: str | None = None
     mask: str | None = None
     mask_heads: int = 1
-    scaled: str = ""
 
     @cached_property
     def prefixes(self) -> Integers:
@@ -248,9 +246,6 @@ def _make(inputs: Inputs, axes: Axes, lse: bool) -> Tensor:
     if axes.mask is not None:
         values = axes.mask_values
         given |= {"mask": inputs("mask", "f16", values.shape[::-1], _Numbers(values)), "mask_new": axes.mask_new}
-    if axes.scaled:
-        ne = (1,) if axes.scaled == "one" else axes.heads[1:]
-        given["k_scale"] = inputs("k_scale", "f32", ne, Uniform(0.3, 1.0))
     scale = axes.d[0] ** -0.5
     if lse:
         return flash_attn_varlen_lse(q, k, q_starts, scale, **given)
@@ -325,9 +320,6 @@ def _quick() -> Iterator[Axes]:
     yield replace(BASE, score="branches", seqs=((5, 2), (3, 0), (4, 4)), page=0, causal=False)
     yield replace(BASE, score="gate", seqs=FEW, types=("q8_0", "q4_0"))
     yield replace(prefix, score="branches", seqs=CHUNKS, groups=((0, 2), (2, 3)))
-    scaled = replace(BASE, scaled="heads", seqs=FEW, causal=False)
-    yield from grid(scaled, {"types": [("f8_e4m3", "f8_e4m3"), ("q8_0", "f16")], "scaled": ("one", "heads")})
-    yield replace(scaled, page=0, seqs=MIXED, softcap=10.0, heads=(6, 3))
     yield from _masked()
 
 

@@ -77,7 +77,7 @@ class VarlenDecode(VarlenKernel):
         known = {
             **with_words(args), "D": p.k.d, "STAGES": self.stages, "COLUMNS": owns_columns(p.k.d, p.k.kind, p.v.kind),
             "SEES": " ".join(["position", *words]), "PLAN_EARLY": plan_is_old and PLAN_EARLY, "JOIN": rows,
-            "JOIN_PARTS": at_once, "p_counter": scratch.counters(self.tiling.n_tiles) if rows else args["p_unit_start"],
+            "JOIN_PARTS": at_once, "p_counter": scratch.counters(self.tiling.n_tiles),
         }  # fmt: skip
         given = {name: known[name] for name in flash_attn_varlen_decode.arg_names}
         fewer = tuple({"STAGES": n} for n in range(self.stages - 1, 0, -1))
