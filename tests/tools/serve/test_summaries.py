@@ -99,7 +99,7 @@ def server() -> Iterator[Served]:
 
 
 def test_a_load(server: Served) -> None:
-    """Two users of a chain: the server guesses what it is to guess, and says all of the summary."""
+    """Two users of a chain: the server guesses, for as long as that pays on this machine, and says all of the summary."""
     load = ["--users", "2", "--requests", "2", "--warm-up", "0", "--lengths", "summary", "--json"]
     done = subprocess.run(
         command("bench", "serve", server.url, *load), env=environment(), capture_output=True, text=True, check=False
@@ -112,4 +112,4 @@ def test_a_load(server: Served) -> None:
         float(re.search(rf"^graphrt:spec_decode_num_{name}_tokens_total\S* (\S+)$", told, re.M)[1])  # type: ignore[index]
         for name in ("draft", "accepted")
     )
-    assert 0.4 < right / guessed < 0.7 and right > 50
+    assert 0 < right < guessed
