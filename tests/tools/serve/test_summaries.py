@@ -99,7 +99,7 @@ def server() -> Iterator[Served]:
 
 
 def test_a_load(server: Served) -> None:
-    """Two users of a chain: the server guesses, for as long as that pays on this machine, and says all of the summary."""
+    """Two users of a chain: the server guesses while that pays on this machine, and says all of the summary."""
     load = ["--users", "2", "--requests", "2", "--warm-up", "0", "--lengths", "summary", "--json"]
     done = subprocess.run(
         command("bench", "serve", server.url, *load), env=environment(), capture_output=True, text=True, check=False
