@@ -77,6 +77,7 @@ ELSEWHERE = {
         "batch_mma",
         "flash_attn_decode",
         "flash_attn_decode_append",
+        "flash_attn_decode_blocks",
         "flash_attn_decode_passes",
         "flash_attn_varlen_decode",
     },  # fmt: skip
