@@ -21,6 +21,11 @@ class Variable:
     default: str
     on_trial: bool = False
 
+    @property
+    def said(self) -> str:
+        """The meaning, as help and documents have it."""
+        return f"on trial: {self.meaning}" if self.on_trial else self.meaning
+
     def get(self) -> str | None:
         """Its value, None where it is not set or empty."""
         return os.environ.get(self.name) or None
@@ -88,8 +93,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flag of each variable."""
     group = parser.add_argument_group("settings that the environment may give too")
     for v in VARIABLES:
-        said = f"{'on trial: ' if v.on_trial else ''}{v.meaning} ({v.name}; default: {v.default})"
-        group.add_argument(v.flag, dest=v.name, metavar=v.metavar, help=said)
+        group.add_argument(v.flag, dest=v.name, metavar=v.metavar, help=f"{v.said} ({v.name}; default: {v.default})")
 
 
 def apply(args: argparse.Namespace) -> None:
@@ -102,5 +106,4 @@ def apply(args: argparse.Namespace) -> None:
 
 def table() -> list[tuple[str, str, str, str]]:
     """Rows of name, flag, meaning and default."""
-    said = {v: f"{'on trial: ' if v.on_trial else ''}{v.meaning}" for v in VARIABLES}
-    return [(v.name, f"{v.flag} {v.metavar}", said[v], v.default) for v in VARIABLES]
+    return [(v.name, f"{v.flag} {v.metavar}", v.said, v.default) for v in VARIABLES]

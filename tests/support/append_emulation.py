@@ -3,6 +3,7 @@ without one."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -88,18 +89,27 @@ def fill(buffer: TritonBuffer, values: np.ndarray) -> None:
     buffer.memory[: values.nbytes] = torch.from_numpy(np.ascontiguousarray(values).view(np.uint8).reshape(-1).copy())
 
 
-def launcher_of(
-    s: Step, arch: str = "sm_90", sm_count: int | None = None
-) -> tuple[RopeCacheAttention, Launcher, Context, dict[Tensor, TritonBuffer]]:
-    """What the fusion found, and who lowers it for a GPU. Memory that nothing was written to holds NaN."""
+def filled(
+    values: Mapping[Tensor, np.ndarray],
+) -> tuple[dict[Tensor, TritonBuffer], Callable[[Tensor], tuple[TritonBuffer, int]]]:
+    """Memory by roots, which has the leaves' values, and what gives each tensor its place there. Memory that nothing
+    was written to holds NaN."""
     places = dict[Tensor, TritonBuffer]()
 
     def place(t: Tensor) -> tuple[TritonBuffer, int]:
         unwritten = torch.full((t.root.nbytes,), 0xFF, dtype=torch.uint8)
         return places.setdefault(t.root, TritonBuffer(unwritten, Usage.COMPUTE)), t.view_offs
 
-    for leaf, given in s.values.items():
+    for leaf, given in values.items():
         fill(place(leaf)[0], given)
+    return places, place
+
+
+def launcher_of(
+    s: Step, arch: str = "sm_90", sm_count: int | None = None
+) -> tuple[RopeCacheAttention, Launcher, Context, dict[Tensor, TritonBuffer]]:
+    """What the fusion found, and who lowers it for a GPU. Memory that nothing was written to holds NaN."""
+    places, place = filled(s.values)
     target = target_of(arch) if sm_count is None else replace(target_of(arch), sm_count=sm_count)
     return s.found, Launcher(target, place), Context(place, target, False), places
 
@@ -132,14 +142,7 @@ def run_blocks(s: PanelStep, fused: bool, sm_count: int, schedule: str | None) -
 
     Last programs come first: who has a tile's first k-block, after who has the new cell's, which is further on.
     """
-    places = dict[Tensor, TritonBuffer]()
-
-    def place(t: Tensor) -> tuple[TritonBuffer, int]:
-        unwritten = torch.full((t.root.nbytes,), 0xFF, dtype=torch.uint8)
-        return places.setdefault(t.root, TritonBuffer(unwritten, Usage.COMPUTE)), t.view_offs
-
-    for leaf, given in s.values.items():
-        fill(place(leaf)[0], given)
+    places, place = filled(s.values)
     target = replace(target_of("sm_90"), sm_count=sm_count)
     groups = fuse(Region(s.graph.nodes, lambda t: t is s.out), [BLOCK_APPEND] if fused else [])
     names = list[str]()
