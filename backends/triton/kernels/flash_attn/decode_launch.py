@@ -60,7 +60,7 @@ def join_of(main: dict[str, Any], t: Any, config: Config) -> tuple[int, int]:
 
 
 def joined(rows: int, most: int, d: int, config: Config, limit: int = 0) -> tuple[int, int]:
-    """join_of's for at most so many parts of so many rows, (0, 0) where they are too many bytes. limit: 0, JOIN_BYTES."""
+    """join_of's for at most so many parts of so many rows, (0, 0) where they are more bytes. limit: 0, JOIN_BYTES."""
     if rows * (d + 2) * most * 4 > (limit or JOIN_BYTES):
         return 0, 0
     return rows, max(32 // rows, min(1 << (most - 1).bit_length(), config.join * 32 * config.warps // (rows * d)))
