@@ -18,7 +18,9 @@ from typing import Any, Protocol
 PATIENCE, PAUSE, LONGEST_PAUSE = 4, 16, 256
 #: Steps that are looked at with guesses and as many without; those at the beginning of either that don't count; and
 #: steps after that until both are looked at again.
-LOOKED_AT, UNSETTLED, SETTLED = 16, 4, 512
+LOOKED_AT, UNSETTLED, SETTLED = 32, 4, 512
+#: A step's time against the median.
+MUCH_LONGER = 10
 
 
 class Guesser(ABC):
@@ -141,6 +143,7 @@ class _Load:
             self.__init__()  # type: ignore[misc]
 
     def _speed(self, guesses: bool) -> float:
-        """Tokens a second. The median of the times, as other work may lie between steps."""
+        """Tokens a second. A step that took MUCH_LONGER than most counts as that: other work lay before it."""
         seen = self._seen[guesses]
-        return fmean(n for n, _ in seen) / max(median(seconds for _, seconds in seen), 1e-9)
+        longest = MUCH_LONGER * median(seconds for _, seconds in seen)
+        return fmean(n for n, _ in seen) / max(fmean(min(seconds, longest) for _, seconds in seen), 1e-9)

@@ -23,6 +23,7 @@ from graphrt.models import Model, load
 from graphrt.models.continuous_batch import ContinuousBatch
 from graphrt.models.engine import MAX_AHEAD, SessionOptions
 from graphrt.models.engine_paged import PagedEngine
+from graphrt.models.guesses import Guesser
 from graphrt.models.paged_steps import MAX_STEPS
 from graphrt.models.paging.check import check
 from graphrt.models.paging.prefixes import Prefix, PrefixRule
@@ -399,6 +400,46 @@ def test_prompts_meet_no_new_sizes(llama: Model, monkeypatch: pytest.MonkeyPatch
     assert {key[0].n_seq for key in asked} <= {16}, "a few texts' beside prompts but the largest, which are left"
     used = {key for key in engine._prepared if key[1] and key[0].n_seq != 16}
     assert all(warm[key] >= 2 for key in used), "captured by then"
+
+
+class Wrong(Guesser):
+    """Guesses of any length, most of them wrong."""
+
+    def __init__(self, most: int, rng: np.random.Generator) -> None:
+        super().__init__(most)
+        self.rng = rng
+
+    @property
+    def size(self) -> int:
+        return self.most
+
+    def guess(self, room: int) -> list[int]:
+        return [5] * min(int(self.rng.integers(0, self.most + 1)), room)
+
+
+def test_guesses_meet_no_new_sizes(llama: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One text, or as many as there may be, of which up to 4 tokens are guessed."""
+    monkeypatch.setattr(graphrt.get_backend("cpu").__class__, "asynchronous", True)
+    engine, runs = paged(llama, 5), Counter[int]()
+    plain = Executable.run
+    monkeypatch.setattr(Executable, "run", lambda exe: (runs.update([id(exe)]), plain(exe))[1])
+    warm_up(engine, guesses=4, seconds=1e9)
+    monkeypatch.setattr(Executable, "run", plain)
+    warm = {key: runs[id(step.exe)] for key, step in engine._prepared.items()}
+    assert not engine.lengths.any() and engine.batch is None
+    check(engine.cache.pool)
+    r = np.random.default_rng(1)
+    for n in (1, 5):
+        with ContinuousBatch(engine) as batch:
+            for seq in range(n):
+                engine.free(seq)
+                batch.add(seq, [seq], 40, guesser=Wrong(4, r))
+            while batch.going:
+                batch.step()
+    every = {key for key in engine._prepared if key[0].n_outputs == key[0].n_tokens > 5}
+    assert {key[0].n_tokens for key in every} == {6, 8, 12, 16, 17} and all(warm.get(key, 0) >= 2 for key in every)
+    alone = {key for key in engine._prepared if key[0].n_seq == 1 and key[0].n_outputs > 1}
+    assert {key[0].n_tokens for key in alone} == {2, 3, 4, 6} and all(warm.get(key, 0) >= 2 for key in alone)
 
 
 def test_a_warm_up_ends_in_time(llama: Model, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -188,6 +188,27 @@ def test_guesses_that_cost_more_than_they_give_stop() -> None:
     assert paced(pace, clock, 1.5, 1.0, SETTLED) == [True] * SETTLED
 
 
+def test_guesses_pay_by_the_time_of_all_steps() -> None:
+    """Of four steps one reads a long guess, gives 5 tokens and takes as long as 8 others: 8 tokens in 11 seconds."""
+    for plain, keeps in (1.2, False), (1.5, True):
+        clock, found = Clock(), list[bool]()
+        pace = Pace(clock)
+        pace.told(1, 1, counts=True)
+        for i in range(2 * (LOOKED_AT + UNSETTLED) + 1):
+            found.append(pace.guesses(1))
+            long = found[-1] and i % 4 == 0
+            clock.now += (8.0 if long else 1.0) if found[-1] else plain
+            pace.told(1, 5 if long else 1, counts=True)
+        assert found[-1] == keeps
+    clock = Clock()
+    pace = Pace(clock)
+    pace.told(3, 1, counts=True)
+    paced(pace, clock, 1.0, 1.0, 2 * UNSETTLED)
+    clock.now += 100  # once, other work
+    paced(pace, clock, 1.0, 1.0, 2 * LOOKED_AT)
+    assert pace.guesses(3), "2 tokens a second, but for once"
+
+
 def test_a_server_with_a_draft_model(tmp_path: Path) -> None:
     """As its command line makes it: texts are the same, and fewer steps are made, unless a request says no guesses."""
     path = str(write_model(tmp_path / "m.gguf", "llama", tokenizer="spm"))

@@ -51,17 +51,24 @@ back," said the engineer who had led the trial. Critics point out that wind turb
 have produced three times as much electricity for the same price. The council answers that wind turbines do not protect
 a harbour from the sea.
 """
+#: In the article's own words for the most part, as language models sum up news. Guessed by --lookup 8 a step says 3.6
+#: of its 301 words (84 steps; of 295 guessed words 217 are right). Lookup as published (Saxena 2023) makes
+#: summaries of news 2.4 times as fast. A summary in words of its own (220, runs of 2 to 4 words) had 1.8 words a step.
 TEXT = """
-Port Ellis, a town of forty thousand people, is rebuilding its breakwater as a power station. The harbour was built in
-1874 for the copper mines; after the mines closed in 1956 it silted up, and the breakwater was damaged in the storm of
-1961. In 2009 engineers from the regional university proposed to use the waves: water in chambers in the wall rises and
-falls and pushes air through turbines. A trial with two chambers ran for three winters. The turbines produced a fifth
-less than had been expected, because the waves at Port Ellis come from two directions, and salt damaged the bearings.
-But the wall withstood the storms of 2013 and 2014, the inner basin was calm, and fishermen came back. Since 2016 the
-town council has planned chambers for eighteen turbines. The regional government pays for half of the work. The power
-station will supply electricity for about sixteen hundred homes, and the harbour will be open to ships of up to five
-thousand tons. Critics say that wind turbines would have produced three times as much electricity for the same price;
-the council answers that they do not protect a harbour from the sea.
+Port Ellis is rebuilding its breakwater as a power station. The harbour of Port Ellis was built in 1874, when the
+railway from the copper mines reached the coast, and the town grew from a few fishing huts to a place of forty
+thousand people. After the mines closed in 1956 the harbour silted up, and the breakwater, which had been built of
+local sandstone, was damaged in the storm of 1961. In 2009 a group of engineers from the regional university proposed
+to turn the breakwater into a power station: waves that enter chambers in the wall would press air through turbines.
+The town council agreed to pay for a trial with two chambers, which ran for three winters. The turbines produced a
+fifth less than had been expected, because the waves at Port Ellis come from two directions and partly cancel each
+other, and salt damaged the bearings of the first turbine within a year. But the wall withstood the storms of 2013 and
+2014 without damage, and behind it the inner basin was calm for the first time since 1961. In 2016 the town council
+decided to rebuild the whole breakwater, with chambers for eighteen turbines instead of thirty. The regional
+government pays for half of the work, the ferry company for a tenth. The power station will supply electricity for
+about sixteen hundred homes, and the harbour will be open to ships of up to five thousand tons. Critics point out that
+wind turbines on the hills would have produced three times as much electricity for the same price; the council answers
+that they do not protect a harbour from the sea.
 """
 
 

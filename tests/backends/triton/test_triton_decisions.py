@@ -329,6 +329,10 @@ def test_parts_are_joined_in_the_launch_only_where_each_tile_has_its_programs() 
     assert rows(RANGES=False) == 0 and rows(K_KIND="q8_0") == 0 and rows(V_KIND="q4_0") == 0
     blocks = {"K_KIND": "q8_0", "V_KIND": "f8_e4m3"}
     assert rows(**blocks) == 4 and rows(**blocks, n_q=3) == 0, "the loop for more than 8 rows lacks the registers"
+    config = decode_configs.find_decode_config(128, "q8_0", "q8_0", rows=4)
+    blocks = {"D_K": 128, "K_KIND": "q8_0", "V_KIND": "q8_0", "splits": 20}
+    assert rows(18, **blocks) == 4 and rows(19, **blocks) == 0, "4 rows of 130 floats: 18 parts are 37 KB, 19 are 39"
+    config = decode_configs.find_decode_config(64, "f16", "f16")
     large = {"D_K": 128, "n_q": 4, "splits": 20}
     assert rows(11, **large) == 16 and rows(12, **large) == 0, "16 rows of 130 floats: 11 parts are 92 KB, 12 are 100"
 

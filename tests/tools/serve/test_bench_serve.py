@@ -159,9 +159,11 @@ def test_a_server_of_ours(served: Served, tmp_path: Path) -> None:
         assert (step["requests"], step["errors"], step["output_tokens"], step["prompt_tokens"]) == (3, 0, 12, 15)
         assert step["time_to_first_token_ms"]["p50"] > 0
         told = step["server"]
-        assert told["iteration_tokens_total"]["sum"] == 15 + 12 - 3, "the last token of a text is read by no step"
-        assert told["step_device_seconds"]["n"] == told["iteration_tokens_total"]["n"] <= 12
-        assert told["step_wait_seconds"]["sum"] > 0 and 0 < told["step_host_seconds"]["n"] <= 12
+        read = 15 + 12 - 3
+        assert told["iteration_tokens_total"]["sum"] == read, "the last token of a text is read by no step"
+        # At most a step for each token: on a busy machine a prompt may be read in pieces.
+        assert told["step_device_seconds"]["n"] == told["iteration_tokens_total"]["n"] <= read
+        assert told["step_wait_seconds"]["sum"] > 0 and 0 < told["step_host_seconds"]["n"] <= read
         assert told["request_queue_time_seconds"]["n"] == told["request_prefill_time_seconds"]["n"] == 3
         assert told["step_delivery_seconds"]["n"] >= 3
     assert len(ET.parse(picture_file).findall(".//{*}circle")) == 18

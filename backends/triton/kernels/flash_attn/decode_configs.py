@@ -57,9 +57,9 @@ COLUMNS: dict[int, Config] = {256: Config(32, 4, 6, 1)}
 #: By head size and kind, of K and V that have none of f16 and bf16: decode_thin.py's. More warps hide what unpacking
 #: waits for, so registers are bounded. Measured on an H200: BENCHMARKS.md, "What bounds q8_0 and q4_0".
 THIN: dict[tuple[int, str], Config] = {
-    (128, "f8"): Config(64, 4, 3, 3, 168),
-    (128, "q8_0"): Config(64, 4, 3, 3, 168, codes=True),
-    (128, "q4_0"): Config(64, 4, 3, 3, 168, codes=True),
+    (128, "f8"): Config(64, 4, 3, 3, 168, join=32),
+    (128, "q8_0"): Config(64, 4, 3, 3, 168, codes=True, join=32),
+    (128, "q4_0"): Config(64, 4, 3, 3, 168, codes=True, join=32),
 }
 #: The same where keys lie in runs, see in_runs: their copies take few instructions, and fewer warps do.
 IN_RUNS: dict[tuple[int, str], Config] = {

@@ -37,6 +37,9 @@ from graphrt.backends.triton.launch import Launch, launch_options
 #: f16: 4 rows of 18 parts of D128, 37 KB, gain 0.7 us, 16 rows of them, 150 KB, lose 1.8 to 2.5. Config.join says for
 #: which caches: way_sums lacks the registers over blocks, where it lost 2 to 4 us; decode_thin.py's loop has them.)
 JOIN_BYTES = 96 << 10
+#: The same in decode_thin.py's loop, whose many small programs leave more parts. (H200, 4 rows of f8: 11 parts, 23 KB,
+#: gain 0.3 us, 51 parts lose 1.5. What is between was not measured; f16 gains up to here.)
+THIN_JOIN_BYTES = 38 << 10
 #: Read counts and runs of a plan that is old enough while the launch before still runs; off to compare.
 PLAN_EARLY = True
 
@@ -51,14 +54,14 @@ def join_of(main: dict[str, Any], t: Any, config: Config) -> tuple[int, int]:
     if not main["RANGES"] or main["programs"] < t.n_tiles or not config.join:
         return 0, 0
     kinds = main["K_KIND"], main["V_KIND"]
-    if not (is_thin(main["n_q"] * t.pack, *kinds) or {*kinds} <= {"f16", "bf16"}):
-        return 0, 0
-    return joined(rows, most, d, config)
+    if {*kinds} <= {"f16", "bf16"}:
+        return joined(rows, most, d, config)
+    return joined(rows, most, d, config, THIN_JOIN_BYTES) if is_thin(main["n_q"] * t.pack, *kinds) else (0, 0)
 
 
-def joined(rows: int, most: int, d: int, config: Config) -> tuple[int, int]:
-    """join_of's for at most so many parts of so many rows, (0, 0) where they are too many bytes."""
-    if rows * (d + 2) * most * 4 > JOIN_BYTES:
+def joined(rows: int, most: int, d: int, config: Config, limit: int = 0) -> tuple[int, int]:
+    """join_of's for at most so many parts of so many rows, (0, 0) where they are more bytes. limit: 0, JOIN_BYTES."""
+    if rows * (d + 2) * most * 4 > (limit or JOIN_BYTES):
         return 0, 0
     return rows, max(32 // rows, min(1 << (most - 1).bit_length(), config.join * 32 * config.warps // (rows * d)))
 
