@@ -53,11 +53,6 @@ def join_of(main: dict[str, Any], t: Any, config: Config) -> tuple[int, int]:
     kinds = main["K_KIND"], main["V_KIND"]
     if not (is_thin(main["n_q"] * t.pack, *kinds) or {*kinds} <= {"f16", "bf16"}):
         return 0, 0
-    return joined(rows, most, d, config)
-
-
-def joined(rows: int, most: int, d: int, config: Config) -> tuple[int, int]:
-    """join_of's for at most so many parts of so many rows, (0, 0) where they are too many bytes."""
     if rows * (d + 2) * most * 4 > JOIN_BYTES:
         return 0, 0
     return rows, max(32 // rows, min(1 << (most - 1).bit_length(), config.join * 32 * config.warps // (rows * d)))
