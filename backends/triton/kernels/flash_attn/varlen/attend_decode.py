@@ -51,8 +51,8 @@ def flash_attn_varlen_decode(
     """Arguments are those of attend.py's flash_attn_varlen, and decode.py's. PACK: all heads of a KV head. SEES: what
     CAUSAL, WINDOW and ALiBi are to decode.py's logits. PLAN_EARLY: as decode.py's, of units. Not BIG nor WIDE.
 
-    Parts are joined by fixup.py. Joined here by the last of a tile's programs, as decode.py has it, one user's step took
-    1.745 ms instead of 1.737 (H200), and 1 x 65536 keys 103.8 us instead of 101.9 (H100)."""
+    Parts are joined by fixup.py. Joined here by the last of a tile's programs, as decode.py has it, one user's step
+    took 1.745 ms instead of 1.737 (H200), and 1 x 65536 keys 103.8 us instead of 101.9 (H100)."""
     W: gl.constexpr = gl.num_warps()
     NW: gl.constexpr = BLOCK_N // W
     gl.static_assert(NW % (8 if COLUMNS else 16) == 0)
