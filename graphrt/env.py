@@ -59,16 +59,6 @@ SUM_BITS = Variable(
     "bits of an element of what GPUs of one host write to each other of a step of many rows, 32 or 16 (beside a scale "
     "of 32 elements)", "32", on_trial=True,
 )  # fmt: skip
-CHOOSE_WITHIN = Variable(
-    "GRAPHRT_CHOOSE_WITHIN", "--choose-within", "TOKENS",
-    "tokens of a server's step up to which the step itself chooses the next ones, unless they wait for a grammar, such "
-    "as 1; a second graph chooses those of larger steps", "0", on_trial=True,
-)  # fmt: skip
-JOIN_WITHIN = Variable(
-    "GRAPHRT_JOIN_WITHIN", "--join-within", "TOKENS",
-    "tokens of a server's step up to which attention's last programs join what others have of their tiles, such as 1; "
-    "a launch of its own joins those of larger steps", "0", on_trial=True,
-)  # fmt: skip
 ALONE_TOKENS = Variable(
     "GRAPHRT_ALONE_TOKENS", "--alone-tokens", "TOKENS",
     "tokens of a step of `serve --deterministic` that reads pieces of prompts of about one length beside each other, "
@@ -86,7 +76,7 @@ def cache_folder(name: str) -> str | None:
     return None if folder is None else os.path.join(folder, name)
 
 
-VARIABLES = (CACHE, FUSE, KEEP_WEIGHTS, KERNEL_CACHE, OVERLAP, SUM_BITS, CHOOSE_WITHIN, JOIN_WITHIN, ALONE_TOKENS)
+VARIABLES = (CACHE, FUSE, KEEP_WEIGHTS, KERNEL_CACHE, OVERLAP, SUM_BITS, ALONE_TOKENS)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

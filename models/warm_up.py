@@ -55,7 +55,7 @@ def warm_up(
     compile_ahead(engine, ways_of(engine, alone=alone, guesses=guesses), threads)
     drawn, end = RowSettings.of(SampleParams()), clock() + seconds
     if alone:
-        for settings in (RowSettings(), drawn):
+        for settings in (RowSettings(), drawn, *([EDITED] if engine.chooses_itself(engine.own_size()) else [])):
             _run(engine, engine.n_seq, settings, alone=True)
         for n in prompt_sizes(engine):
             if clock() < end:
@@ -70,6 +70,7 @@ def warm_up(
                 advance()
         for size in filter(engine.chooses_itself, sizes.single):
             _run(engine, size.n_seq, EDITED)
+            _run(engine, size.n_seq, drawn, waits=True)
     _run(engine, 1, RowSettings(), min(engine.n_batch, engine.n_ctx - RUNS - 1))
     engine.reset()
     end = clock() + seconds
@@ -205,15 +206,20 @@ def _run_guesses(engine: PagedEngine, guessed: Sequence[int], settings: RowSetti
         engine.free(seq)
 
 
-def _drawn(settings: RowSettings, seed: int) -> Drawn:
-    return Drawn(settings, Uniforms(seed) if settings.temp > 0 else None, ((0, 0.0),) * int(settings.n_biases))
+def _drawn(settings: RowSettings, seed: int, *, waits: bool = False) -> Drawn:
+    """waits: for what the host finds out, which is nothing."""
+    uniforms, biases = Uniforms(seed) if settings.temp > 0 else None, ((0, 0.0),) * int(settings.n_biases)
+    return Drawn(settings, uniforms, biases, costs=(lambda _: {}) if waits else None)
 
 
-def _run(engine: PagedEngine, n: int, settings: RowSettings, n_prompt: int = 1, *, alone: bool = False) -> None:
+def _run(
+    engine: PagedEngine, n: int, settings: RowSettings, n_prompt: int = 1, *, alone: bool = False, waits: bool = False
+) -> None:
     """Some steps of n sequences."""
     with ContinuousBatch(engine, alone=alone) as batch:
         for seq in range(n):
-            batch.add(seq, [0] * n_prompt, min(RUNS, engine.n_ctx - n_prompt), _drawn(settings, seq))
+            how = _drawn(settings, seq, waits=waits)
+            batch.add(seq, [0] * n_prompt, min(RUNS, engine.n_ctx - n_prompt), how)
         while batch.going:
             batch.step()
     for seq in range(n):

@@ -64,8 +64,6 @@ FLAGS = {
     "GRAPHRT_FUSE": "--fuse",
     "GRAPHRT_KEEP_WEIGHTS": "--keep-weights",
     "GRAPHRT_OVERLAP": "--overlap",
-    "GRAPHRT_CHOOSE_WITHIN": "--choose-within",
-    "GRAPHRT_JOIN_WITHIN": "--join-within",
     "GRAPHRT_ALONE_TOKENS": "--alone-tokens",
     "n_ctx": "-c",
     "n_batch": "-b",
