@@ -140,8 +140,8 @@ def test_a_batch_reads_prompts_alone(tmp_path: Path, late: int) -> None:
 
 
 def test_prompts_take_turns(tmp_path: Path) -> None:
-    """Texts that generate wait for n_batch tokens of prompts at most, and prompts for a step of theirs, or for four where
-    a step has room for another one."""
+    """Texts that generate wait for n_batch tokens of prompts at most, and prompts for a step of theirs, or for four
+    where a step has room for another one."""
     model = model_of(tmp_path, "llama", "F32")
     engine = PagedEngine(model.decoder, model.backends, replace(OPTIONS, n_batch=8), 6)
     read = list[int]()
