@@ -55,9 +55,10 @@ class ContinuousBatch:
     known, and queues the choice and one more step before it gives these. Guesses follow from the latest token
     too: while a sequence is guessed, no step is queued ahead. Tokens are what they are without guesses, but for
     rounding. failed: sequences whose grammar let nothing through or took too much, which have ended, with the error.
-    alone: steps tell nothing of other sequences: a piece of a prompt, cut where n_batch divides it, is a step by
-    itself, and all steps of single tokens have one size. pace: whether guesses pay, None where they are to be made in
-    any case; size: of all steps, where it is more than they need; n_guesses: how often a sequence was guessed;
+    alone: steps tell nothing of other sequences: pieces of prompts, cut where n_batch divides them, are steps of their
+    own, which have room for others of about one length, and all steps of single tokens have one size. pace: whether
+    guesses pay, None where they are to be made in any case; size: of all steps, where it is more than they need;
+    n_guesses: how often a sequence was guessed;
     n_guessed, n_right: tokens that were guessed, and those that were right; times: what the latest steps took.
 
         with ContinuousBatch(engine) as batch:

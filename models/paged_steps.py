@@ -11,7 +11,6 @@ import numpy as np
 
 from graphrt.backend import Backend, Usage
 from graphrt.backends.cpu import threads
-from graphrt.env import ALONE_TOKENS
 from graphrt.errors import SessionError
 from graphrt.execute import Executable, prepare
 from graphrt.graph import Graph
@@ -39,8 +38,10 @@ MAX_STEPS, MAX_STEP_BYTES = 192, 12 << 30
 #: is prepared and captured once for all the ways in which its texts' tokens may be chosen.
 CHOSEN_WITHIN = 1
 
-#: Pieces of prompts that a step which tells nothing of others has room for, at most: a step of one has it too.
-MOST_SLOTS = 4
+#: Pieces of prompts, and their tokens, that a step which tells nothing of others has room for together, however few
+#: there are: a row's bits may depend on the size of its step. (H200, prompts of 128 tokens of an 8B model, reckoned: a
+#: step for two takes 10.9 ms, one for each alone 6.5; 512 tokens take 19.5, too long for a piece that is alone.)
+MOST_SLOTS, ALONE_TOKENS = 4, 256
 
 _NOT_TOLD = Prefixes(reason="the backend reads what sequences share for each of them")
 
@@ -231,12 +232,8 @@ class PagedSteps(AnyEngine[PagedCache, PagedStep]):
 
     def own_slots(self, n_tokens: int) -> int:
         """Sequences that such a step of n_tokens tokens has room for, whether they are there or not."""
-        return max(1, min(self.n_seq, MOST_SLOTS, self._alone_tokens // rung(n_tokens, self.n_batch)))
-
-    @cached_property
-    def _alone_tokens(self) -> int:
-        """Raises SessionError for a setting that is no number."""
-        return min(self.n_batch, ALONE_TOKENS.count(SessionError))
+        most = min(ALONE_TOKENS, self.n_batch) // rung(n_tokens, self.n_batch)
+        return max(1, min(self.n_seq, MOST_SLOTS, most))
 
     def arranged(self, seqs: Sequence[int]) -> list[int]:
         """The order in which a step reads sequences: that given, unless some share what can be read once."""

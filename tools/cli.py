@@ -64,7 +64,6 @@ FLAGS = {
     "GRAPHRT_FUSE": "--fuse",
     "GRAPHRT_KEEP_WEIGHTS": "--keep-weights",
     "GRAPHRT_OVERLAP": "--overlap",
-    "GRAPHRT_ALONE_TOKENS": "--alone-tokens",
     "n_ctx": "-c",
     "n_batch": "-b",
     "n_pages": "--pages",
