@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from graphrt.models.continuous_batch import ContinuousBatch
 from graphrt.models.engine_paged import PagedEngine
+from graphrt.models.guesses import MOST_ROWS
 from graphrt.models.paged_steps import PagedSteps
 from graphrt.models.paging.ladder import block_rung, coarse_rung, rung
 from graphrt.models.sampling import Uniforms
@@ -38,18 +39,20 @@ def warm_up(
     engine: PagedEngine,
     *,
     alone: bool = False,
+    most_guessed: int = 0,
     seconds: float = SECONDS,
     clock: Callable[[], float] = time.monotonic,
 ) -> None:
     """Has an engine whose sequences are empty ready for any number of single tokens, chosen in the usual ways, and for
     prompts; it is empty afterwards. Steps that read prompts, beside all other sequences and by themselves, and those of
     sequences that share pages are captured for so many seconds, the largest first; of those with adapters kernels are
-    compiled, and no more. alone: of steps that tell nothing of other sequences. Nothing is left to do where its backend
+    compiled, and no more. alone: of steps that tell nothing of other sequences; most_guessed: tokens of a sequence that
+    are guessed at a time, whose steps are captured too. Nothing is left to do where its backend
     doesn't queue its work."""
     if not engine.home.asynchronous or not engine.runs_ahead:
         return
     threads = min(_MOST_THREADS, len(os.sched_getaffinity(0)))
-    compile_ahead(engine, ways_of(engine, alone=alone), threads)
+    compile_ahead(engine, ways_of(engine, alone=alone, most_guessed=most_guessed), threads)
     drawn, end = RowSettings.of(SampleParams()), clock() + seconds
     if alone:
         for settings in (RowSettings(), drawn):
@@ -67,6 +70,9 @@ def warm_up(
                 advance()
         for size in filter(engine.chooses_itself, sizes.single):
             _run(engine, size.n_seq, EDITED)
+    for settings in (RowSettings(), drawn):  # all of them: one that comes later keeps texts waiting
+        for size in guessed_sizes(engine, most_guessed):
+            _run_size(engine, size, settings)
     _run(engine, 1, RowSettings(), min(engine.n_batch, engine.n_ctx - RUNS - 1))
     engine.reset()
     late = [*sizes.beside, *sizes.prompts, *sizes.shared]
@@ -85,7 +91,7 @@ def warm_up(
 Way = tuple[StepSize, int, bool]
 
 
-def ways_of(engine: PagedEngine, *, alone: bool = False) -> list[Way]:
+def ways_of(engine: PagedEngine, *, alone: bool = False, most_guessed: int = 0) -> list[Way]:
     """The steps that warm_up() compiles."""
     most = CANDIDATES[0]
     if alone:
@@ -93,7 +99,8 @@ def ways_of(engine: PagedEngine, *, alone: bool = False) -> list[Way]:
     sizes = sizes_of(engine)
     adapted = [(each, 0, True) for each in (sizes.beside, sizes.single)] if engine.adapters is not None else []
     listed = [*adapted, (sizes.shared, most, False), (sizes.prompts, most, False), (sizes.beside, most, False)]
-    listed += [(sizes.single, most, False), (sizes.single, 0, False)]
+    guessed = guessed_sizes(engine, most_guessed)
+    listed += [(each, n, False) for each in (guessed, sizes.single) for n in (most, 0)]
     return [(size, n, has_adapters) for each, n, has_adapters in listed for size in each]
 
 
@@ -144,6 +151,18 @@ def sizes_of(engine: PagedSteps) -> Sizes:
         several = [size for size in single if size.n_seq > 1]
         shared = [size._replace(n_groups=1) for size in (*several, *beside)]
     return Sizes(single, beside, prompts, shared)
+
+
+def guessed_sizes(engine: PagedSteps, most_guessed: int) -> list[StepSize]:
+    """Those of steps with up to so many guesses of each short text, of one text and of several."""
+    if not most_guessed:
+        return []
+    blocks, found = block_rung(1, engine.cache.sizes.max_blocks), list[StepSize]()
+    for n_seq in sorted({coarse_rung(n, engine.n_seq) for n in range(1, engine.n_seq + 1)}):
+        high = min(n_seq * (1 + most_guessed), MOST_ROWS, engine.most_tokens)
+        for n in sorted({rung(n, engine.most_tokens) for n in range(min(n_seq, 2) + 1, high + 1)}):
+            found.append(StepSize(n, n_seq, n, blocks))
+    return found
 
 
 def _run_size(engine: PagedEngine, size: StepSize, settings: RowSettings) -> None:

@@ -163,7 +163,7 @@ def paced(
     for _ in range(n):
         found.append(pace.guesses(texts))
         clock.now += guessed if found[-1] else plain
-        pace.told(texts, tokens if found[-1] else 1, counts=True)
+        pace.told(texts, tokens if found[-1] else 1, guessed=found[-1], counts=True)
     return found
 
 
@@ -172,19 +172,19 @@ def test_guesses_that_cost_more_than_they_give_stop() -> None:
     for slow, keeps in (1.5, True), (2.5, False):
         clock = Clock()
         pace = Pace(clock)
-        pace.told(3, 1, counts=True)
+        pace.told(3, 1, guessed=False, counts=True)
         assert paced(pace, clock, slow, 1.0, 2 * look) == [True] * look + [False] * look
         assert paced(pace, clock, slow, 1.0, SETTLED) == [keeps] * SETTLED
         assert paced(pace, clock, slow, 1.0, 1) == [True], "it is looked at again"
     assert pace.guesses(40), "another load is looked at by itself"
     clock = Clock()
     pace = Pace(clock)
-    pace.told(3, 1, counts=True)
+    pace.told(3, 1, guessed=False, counts=True)
     for _ in range(2 * look):  # other work now and then says nothing
         paced(pace, clock, 1.5, 1.0, 1)
-        pace.told(3, 5, counts=False)
+        pace.told(3, 5, guessed=True, counts=False)
         clock.now += 100
-        pace.told(3, 5, counts=True)
+        pace.told(3, 5, guessed=True, counts=True)
     assert paced(pace, clock, 1.5, 1.0, SETTLED) == [True] * SETTLED
 
 
