@@ -55,13 +55,14 @@ class ContinuousBatch:
 
     A grammar's mask for a token follows from the one before. A step with one is queued before its masks are known, all
     but the choice of its tokens: the host finds the masks while the device reads, as soon as the tokens before are
-    known, and queues the choice and one more step before it gives these. Guesses follow from the latest token
-    too: where there is something to guess, the step with it is queued as soon as the tokens before are known, before
-    the host gives these. Tokens are what they are without guesses, but for rounding. failed: sequences whose grammar let nothing through or took too much, which have ended, with the error.
-    alone: steps tell nothing of other sequences: a piece of a prompt, cut where n_batch divides it, is a step by
-    itself, and all steps of single tokens have one size. pace: whether guesses pay, None where they are to be made in
-    any case; size: of all steps, where it is more than they need; n_guesses: how often a sequence was guessed;
-    n_guessed, n_right: tokens that were guessed, and those that were right; times: what the latest steps took.
+    known, and queues the choice and one more step before it gives these. Guesses follow from the latest token too:
+    where there is something to guess, the step with it is queued as soon as the tokens before are known, before the
+    host gives these. Tokens are what they are without guesses, but for rounding. failed: sequences whose grammar let
+    nothing through or took too much, which have ended, with the error. alone: steps tell nothing of other sequences: a
+    piece of a prompt, cut where n_batch divides it, is a step by itself, and all steps of single tokens have one size.
+    pace: whether guesses pay, None where they are to be made in any case; size: of all steps, where it is more than
+    they need; n_guesses: how often a sequence was guessed; n_guessed, n_right: tokens that were guessed, and those that
+    were right; times: what the latest steps took.
 
         with ContinuousBatch(engine) as batch:
             batch.add(0, prompt, 64)

@@ -188,6 +188,20 @@ def test_guesses_that_cost_more_than_they_give_stop() -> None:
     assert paced(pace, clock, 1.5, 1.0, SETTLED) == [True] * SETTLED
 
 
+@pytest.mark.parametrize(("slow", "keeps"), [(1.5, True), (2.5, False)])
+def test_texts_that_are_not_guessed_say_nothing_against_guesses(slow: float, keeps: bool) -> None:
+    """However many steps had nothing to guess, those with guesses are looked at when they come."""
+    clock = Clock()
+    pace = Pace(clock)
+    for _ in range(3 * SETTLED):
+        assert pace.guesses(1)
+        clock.now += 1.0
+        pace.told(1, 1, guessed=False, counts=True)
+    assert paced(pace, clock, slow, 1.0, LOOKED_AT + UNSETTLED, texts=1) == [True] * (LOOKED_AT + UNSETTLED)
+    assert paced(pace, clock, slow, 1.0, SETTLED, texts=1) == [keeps] * SETTLED, "plain ones were looked at before"
+    assert pace.guesses(1), "both are looked at again"
+
+
 def test_a_server_with_a_draft_model(tmp_path: Path) -> None:
     """As its command line makes it: texts are the same, and fewer steps are made, unless a request says no guesses."""
     path = str(write_model(tmp_path / "m.gguf", "llama", tokenizer="spm"))
