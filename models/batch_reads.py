@@ -12,7 +12,7 @@ import numpy as np
 from graphrt.errors import CacheFullError
 from graphrt.models.choice_rows import Rows
 from graphrt.models.engine import Ids
-from graphrt.models.guesses import Guesser, Pace, guesses
+from graphrt.models.guesses import MOST_ROWS, Guesser, Pace, guesses
 from graphrt.models.paged_steps import PagedSteps
 from graphrt.models.sampling_device import Drawn, place_of
 from graphrt.models.step_paged import StepSize
@@ -157,8 +157,9 @@ class ReadPlan:
     def _guesses(self) -> dict[int, list[int]]:
         """The tokens that sequences may be about to say: those that they can still have, and that have pages without
         others giving any up."""
-        engine, room, asked = self.engine, self.engine.n_batch, dict[Guesser, int]()
+        engine, asked = self.engine, dict[Guesser, int]()
         going_on = [going for going in self.going.values() if going.unasked]
+        room = min(engine.n_batch, MOST_ROWS - len(going_on))
         for going in going_on:
             if going.guesser is None or len(going.left) or not going.is_known or not self.may_guess(going):
                 continue
