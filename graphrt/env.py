@@ -6,8 +6,6 @@ import argparse
 import os
 from dataclasses import dataclass
 
-from graphrt.errors import GraphrtError
-
 
 @dataclass(frozen=True)
 class Variable:
@@ -29,13 +27,6 @@ class Variable:
     def get(self) -> str | None:
         """Its value, None where it is not set or empty."""
         return os.environ.get(self.name) or None
-
-    def count(self, error: type[GraphrtError]) -> int:
-        """Its value as a whole number, 0 where it is not set. Raises `error` for another text."""
-        text = self.get() or "0"
-        if not (text.isascii() and text.isdigit() and len(text) < 10):
-            raise error(f"{self.name} must be a whole number, 0 for none, got {text[:40]!r}; give {self.flag} one")
-        return int(text)
 
 
 CACHE = Variable(
@@ -59,21 +50,6 @@ SUM_BITS = Variable(
     "bits of an element of what GPUs of one host write to each other of a step of many rows, 32 or 16 (beside a scale "
     "of 32 elements)", "32", on_trial=True,
 )  # fmt: skip
-CHOOSE_WITHIN = Variable(
-    "GRAPHRT_CHOOSE_WITHIN", "--choose-within", "TOKENS",
-    "tokens of a server's step up to which the step itself chooses the next ones, unless they wait for a grammar, such "
-    "as 1; a second graph chooses those of larger steps", "0", on_trial=True,
-)  # fmt: skip
-JOIN_WITHIN = Variable(
-    "GRAPHRT_JOIN_WITHIN", "--join-within", "TOKENS",
-    "tokens of a server's step up to which attention's last programs join what others have of their tiles, such as 1; "
-    "a launch of its own joins those of larger steps", "0", on_trial=True,
-)  # fmt: skip
-ALONE_TOKENS = Variable(
-    "GRAPHRT_ALONE_TOKENS", "--alone-tokens", "TOKENS",
-    "tokens of a step of `serve --deterministic` that reads pieces of prompts of about one length beside each other, "
-    "however few there are, such as 256; 0: each piece is a step by itself", "0", on_trial=True,
-)  # fmt: skip
 KERNEL_CACHE = Variable(
     "GRAPHRT_KERNEL_CACHE", "--kernel-cache", "FOLDER", "folder of compiled CPU kernels, 0 for none",
     "kernels in the folder above",
@@ -86,7 +62,7 @@ def cache_folder(name: str) -> str | None:
     return None if folder is None else os.path.join(folder, name)
 
 
-VARIABLES = (CACHE, FUSE, KEEP_WEIGHTS, KERNEL_CACHE, OVERLAP, SUM_BITS, CHOOSE_WITHIN, JOIN_WITHIN, ALONE_TOKENS)
+VARIABLES = (CACHE, FUSE, KEEP_WEIGHTS, KERNEL_CACHE, OVERLAP, SUM_BITS)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -12,10 +12,14 @@ import numpy as np
 from graphrt.errors import CacheFullError
 from graphrt.models.choice_rows import Rows
 from graphrt.models.engine import Ids
-from graphrt.models.guesses import Guesser, Pace, guesses
+from graphrt.models.guesses import MOST_ROWS, Guesser, Pace, guesses
 from graphrt.models.paged_steps import PagedSteps
 from graphrt.models.sampling_device import Drawn, place_of
 from graphrt.models.step_paged import StepSize
+
+#: Steps of single tokens that pieces of prompts, each step of which tells nothing of others, wait for as many as a step
+#: has room for: it takes as long with one.
+MOST_WAITS = 4
 
 
 @dataclass(eq=False)
@@ -80,6 +84,7 @@ class ReadPlan:
     ) -> None:
         self.engine, self.going, self.pace, self.alone, self.size = engine, going, pace, alone, size
         self._room = engine.n_batch  # alone: tokens of prompts that may be read until single ones have their turn
+        self._waits = 0  # alone: steps of single tokens that pieces have waited for others
 
     def next(self) -> list[Read]:
         """What the next step reads: a token of each sequence that generates, and n_batch tokens of prompts, in the
@@ -110,7 +115,8 @@ class ReadPlan:
 
     def _next_alone(self) -> list[Read]:
         """A piece of one prompt, or of as many as a step of such pieces has room for, or else a token of each sequence
-        that has read its own: in turns of n_batch tokens of prompts and a step of single ones, where there are both."""
+        that has read its own: in turns of n_batch tokens of prompts and a step of single ones, where there are both.
+        Fewer pieces than there is room for let single ones go ahead some times."""
         engine = self.engine
         singles = list[Read]()
         for going in self.going.values():
@@ -119,11 +125,15 @@ class ReadPlan:
             elif not going.n_prompt:
                 singles += self._single(going, [])
         pieces = [self._piece(going) for going in self.going.values() if going.n_prompt]
-        if pieces and (not singles or pieces[0].n <= self._room):
+        if pieces:
             size = engine.own_size(pieces[0].n)
             alike = [read for read in pieces if engine.own_size(read.n) == size][: size.n_seq]
-            self._room -= sum(read.n for read in alike) if singles else 0
-            return alike
+            in_turn = pieces[0].n <= self._room and (len(alike) == size.n_seq or self._waits >= MOST_WAITS)
+            if in_turn or not singles:
+                self._room -= sum(read.n for read in alike) if singles else 0
+                self._waits = 0
+                return alike
+            self._waits += 1
         self._room = engine.n_batch
         return singles
 
@@ -147,8 +157,9 @@ class ReadPlan:
     def _guesses(self) -> dict[int, list[int]]:
         """The tokens that sequences may be about to say: those that they can still have, and that have pages without
         others giving any up."""
-        engine, room, asked = self.engine, self.engine.n_batch, dict[Guesser, int]()
+        engine, asked = self.engine, dict[Guesser, int]()
         going_on = [going for going in self.going.values() if going.unasked]
+        room = min(engine.n_batch, MOST_ROWS - len(going_on))
         for going in going_on:
             if going.guesser is None or len(going.left) or not going.is_known or not self.may_guess(going):
                 continue

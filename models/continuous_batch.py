@@ -28,6 +28,9 @@ from graphrt.models.step_times import StepTime
 
 #: Steps whose times are kept until somebody takes them.
 MOST_TIMES = 64
+#: Steps that are queued while texts may be guessed but have nothing to guess: once they have, each of these that is
+#: still under way gives a single token.
+AHEAD_OF_GUESSES = 2
 
 
 @dataclass(eq=False)
@@ -52,11 +55,12 @@ class ContinuousBatch:
 
     A grammar's mask for a token follows from the one before. A step with one is queued before its masks are known, all
     but the choice of its tokens: the host finds the masks while the device reads, as soon as the tokens before are
-    known, and queues the choice and one more step before it gives these. Guesses follow from the latest token
-    too: while a sequence is guessed, no step is queued ahead. Tokens are what they are without guesses, but for
-    rounding. failed: sequences whose grammar let nothing through or took too much, which have ended, with the error.
-    alone: steps tell nothing of other sequences: a piece of a prompt, cut where n_batch divides it, is a step by
-    itself, and all steps of single tokens have one size. pace: whether guesses pay, None where they are to be made in
+    known, and queues the choice and one more step before it gives these. Guesses follow from the latest token too:
+    where there is something to guess, the step with it is queued as soon as the tokens before are known, before the
+    host gives these. Tokens are what they are without guesses, but for rounding. failed: sequences whose grammar let
+    nothing through or took too much, which have ended, with the error. alone: steps tell nothing of other sequences:
+    pieces of prompts, cut where n_batch divides them, are steps of their own, which have room for others of about one
+    length, and all steps of single tokens have one size. pace: whether guesses pay, None where they are to be made in
     any case; size: of all steps, where it is more than they need; n_guesses: how often a sequence was guessed;
     n_guessed, n_right: tokens that were guessed, and those that were right; times: what the latest steps took.
 
@@ -142,8 +146,7 @@ class ContinuousBatch:
         step's tokens have no pages: then all that was read stays, and once a sequence has ended and was freed, it goes
         on. Raises SessionError for logits that are no numbers, after which nothing goes on. !! A backend that queues
         its work doesn't look at these."""
-        guesses = any(self._plan.may_guess(going) for going in self._going.values())
-        ahead = MAX_AHEAD if self.engine.home.asynchronous and not guesses else 1
+        ahead = self._ahead()
         found: dict[int, list[int]] = {}
         while not found and not self.failed and (self._going or self._queued):
             with self.engine.alone():
@@ -155,12 +158,30 @@ class ContinuousBatch:
                         found = self._taken(queued)
                         if self._queued and self._queued[-1].answer is None:
                             self._queue_ahead(ahead)
+                        elif self.engine.home.asynchronous and self._guessers():
+                            with suppress(CacheFullError):  # which the next call finds too, and tells
+                                self._queue_ahead(self._ahead())
                         if self.pace is not None:
                             prompt = any(read.n > 1 + read.guessed for read in queued.reads)
-                            self.pace.told(n_texts, sum(map(len, found.values())), counts=not prompt)
+                            guessed = any(read.guessed for read in queued.reads)
+                            n_tokens = sum(map(len, found.values()))
+                            self.pace.told(n_texts, n_tokens, guessed=guessed, counts=not prompt)
         if self.pace is not None and not self._going:
             self.pace.rests()
         return found
+
+    def _guessers(self) -> list[Guesser]:
+        """Of the sequences that may be guessed."""
+        return [of.guesser for of in self._going.values() if of.guesser is not None and self._plan.may_guess(of)]
+
+    def _ahead(self) -> int:
+        """Steps that are to be queued: one alone where something can be guessed after the tokens that are known."""
+        if not self.engine.home.asynchronous:
+            return 1
+        guessers = self._guessers()
+        if not guessers:
+            return MAX_AHEAD
+        return 1 if any(guesser.is_ready for guesser in guessers) else AHEAD_OF_GUESSES
 
     def _queue_ahead(self, ahead: int) -> None:
         """Queues steps until there are `ahead` of them, or one's tokens can't be chosen yet: by grammars that is one

@@ -21,6 +21,8 @@ PATIENCE, PAUSE, LONGEST_PAUSE = 4, 16, 256
 LOOKED_AT, UNSETTLED, SETTLED = 32, 4, 512
 #: A step's time against the median.
 MUCH_LONGER = 10
+#: Tokens of a step with guesses, unless there are more texts than that: steps of up to so many are prepared at start.
+MOST_ROWS = 96
 
 
 class Guesser(ABC):
@@ -46,6 +48,11 @@ class Guesser(ABC):
     def pauses(self) -> bool:
         """Nothing is guessed for now."""
         return self._left_out > 0
+
+    @property
+    def is_ready(self) -> bool:
+        """There may be something to guess after the latest token, so that no step is to be queued before it."""
+        return True
 
     def push(self, token: int) -> None:
         """The text's next token."""
@@ -92,9 +99,10 @@ def guesses(asked: Mapping[Guesser, int]) -> dict[Guesser, list[int]]:
 
 
 class Pace:
-    """Whether guesses pay, by how many tokens steps gave in which time with guesses and without: both are looked at in
-    turn, and the faster way is kept for a while. For each load by itself, numbers of texts in powers of two, since
-    guesses cost more the fuller steps are. clock: seconds."""
+    """Whether guesses pay, by how many tokens steps gave in which time with guesses and without: both are looked at,
+    and the faster way is kept for a while. A step in which nothing was guessed is one without, so that texts of which
+    there is nothing to guess say nothing against guesses. For each load by itself, numbers of texts in powers of two,
+    since guesses cost more the fuller steps are. clock: seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.clock = clock
@@ -102,14 +110,15 @@ class Pace:
         self._last: float | None = None
 
     def guesses(self, n_texts: int) -> bool:
-        """Whether the next step is to guess."""
+        """Whether the next step may guess."""
         return self._load(n_texts).guesses
 
-    def told(self, n_texts: int, n_tokens: int, *, counts: bool) -> None:
-        """A step has given so many tokens. counts: it read no prompt, so that its time says something."""
+    def told(self, n_texts: int, n_tokens: int, *, guessed: bool, counts: bool) -> None:
+        """A step has given so many tokens. guessed: it read guesses; counts: it read no prompt, so that its time says
+        something."""
         now = self.clock()
         if counts and self._last is not None:
-            self._load(n_texts).step(n_tokens, now - self._last)
+            self._load(n_texts).step(n_tokens, now - self._last, guessed)
         self._last = now if counts else None
 
     def rests(self) -> None:
@@ -121,29 +130,28 @@ class Pace:
 
 
 class _Load:
-    """The ways of one load. guesses: the way of the next step."""
+    """The ways of one load. guesses: whether the next step may guess."""
 
     def __init__(self) -> None:
         self.guesses = True
-        self._left = LOOKED_AT + UNSETTLED
+        self._settled = 0
         self._seen: dict[bool, list[tuple[int, float]]] = {True: [], False: []}
 
-    def step(self, n_tokens: int, seconds: float) -> None:
-        looks = not all(len(seen) == LOOKED_AT for seen in self._seen.values())
-        self._left -= 1
-        if looks and self._left < LOOKED_AT:
-            self._seen[self.guesses].append((n_tokens, seconds))
-        if self._left:
+    def step(self, n_tokens: int, seconds: float, guessed: bool) -> None:
+        if self._settled:
+            self._settled -= 1
+            if not self._settled:
+                self.__init__()  # type: ignore[misc]
             return
-        if looks and self.guesses:
-            self.guesses, self._left = False, LOOKED_AT + UNSETTLED
-        elif looks:
-            self.guesses, self._left = self._speed(True) > self._speed(False), SETTLED
-        else:
-            self.__init__()  # type: ignore[misc]
+        seen, enough = self._seen[guessed], UNSETTLED + LOOKED_AT
+        if len(seen) < enough:
+            seen.append((n_tokens, seconds))
+        self.guesses = len(self._seen[True]) < enough
+        if not self.guesses and len(self._seen[False]) == enough:
+            self.guesses, self._settled = self._speed(True) > self._speed(False), SETTLED
 
     def _speed(self, guesses: bool) -> float:
         """Tokens a second. A step that took MUCH_LONGER than most counts as that: other work lay before it."""
-        seen = self._seen[guesses]
+        seen = self._seen[guesses][UNSETTLED:]
         longest = MUCH_LONGER * median(seconds for _, seconds in seen)
         return fmean(n for n, _ in seen) / max(fmean(min(seconds, longest) for _, seconds in seen), 1e-9)

@@ -11,7 +11,6 @@ import numpy as np
 
 from graphrt.backend import Backend, Usage
 from graphrt.backends.cpu import threads
-from graphrt.env import ALONE_TOKENS, CHOOSE_WITHIN
 from graphrt.errors import SessionError
 from graphrt.execute import Executable, prepare
 from graphrt.graph import Graph
@@ -34,8 +33,15 @@ from graphrt.tensor import Tensor, new_tensor
 #: Of an 8B model on a GPU each has 200 MiB at most.
 MAX_STEPS, MAX_STEP_BYTES = 192, 12 << 30
 
-#: Pieces of prompts that a step which tells nothing of others has room for, at most: a step of one has it too.
-MOST_SLOTS = 4
+#: Tokens of a step up to which it chooses the next ones itself. (H200, a step of an 8B model's one text: by one graph,
+#: with one copy of inputs, 568 tokens a second, by two 561.) A larger step leaves logits to a second graph, so that it
+#: is prepared and captured once for all the ways in which its texts' tokens may be chosen.
+CHOSEN_WITHIN = 1
+
+#: Pieces of prompts, and their tokens, that a step which tells nothing of others has room for together, however few
+#: there are: a row's bits may depend on the size of its step. (H200, prompts of 128 tokens of an 8B model, reckoned: a
+#: step for two takes 10.9 ms, one for each alone 6.5; 512 tokens take 19.5, too long for a piece that is alone.)
+MOST_SLOTS, ALONE_TOKENS = 4, 256
 
 _NOT_TOLD = Prefixes(reason="the backend reads what sequences share for each of them")
 
@@ -136,13 +142,7 @@ class PagedSteps(AnyEngine[PagedCache, PagedStep]):
 
     def chooses_itself(self, size: StepSize) -> bool:
         """Whether a step of this size that waits for nothing chooses the next tokens itself."""
-        return size.n_tokens <= self.choose_within
-
-    @cached_property
-    def choose_within(self) -> int:
-        """Tokens of a step up to which it chooses the next ones itself. Raises SessionError for a setting that is no
-        number."""
-        return CHOOSE_WITHIN.count(SessionError)
+        return size.n_tokens <= CHOSEN_WITHIN
 
     @cached_property
     def _choosers(self) -> Recent[Hashable, Chooser]:
@@ -232,12 +232,8 @@ class PagedSteps(AnyEngine[PagedCache, PagedStep]):
 
     def own_slots(self, n_tokens: int) -> int:
         """Sequences that such a step of n_tokens tokens has room for, whether they are there or not."""
-        return max(1, min(self.n_seq, MOST_SLOTS, self._alone_tokens // rung(n_tokens, self.n_batch)))
-
-    @cached_property
-    def _alone_tokens(self) -> int:
-        """Raises SessionError for a setting that is no number."""
-        return min(self.n_batch, ALONE_TOKENS.count(SessionError))
+        most = min(ALONE_TOKENS, self.n_batch) // rung(n_tokens, self.n_batch)
+        return max(1, min(self.n_seq, MOST_SLOTS, most))
 
     def arranged(self, seqs: Sequence[int]) -> list[int]:
         """The order in which a step reads sequences: that given, unless some share what can be read once."""
@@ -247,15 +243,16 @@ class PagedSteps(AnyEngine[PagedCache, PagedStep]):
         return self.prepared(self.largest_size(n * self.n_seq, self.n_seq, every=n_outputs > self.n_seq)).exe
 
     def chained(self, sampling: SampleParams | None = None) -> PagedStep:
+        return self._chained(sampling).reads
+
+    def _chained(self, sampling: SampleParams | None) -> ChosenStep:
         most = candidates([RowSettings.of(sampling)]) if sampling is not None else 0
-        seqs = range(self.n_seq)
-        return self.choosing(self.largest_size(self.n_seq, self.n_seq), most, adapted=self.is_adapted(seqs)).reads
+        size, adapted = self.largest_size(self.n_seq, self.n_seq), self.is_adapted(range(self.n_seq))
+        return self.choosing(size, most, adapted=adapted, itself=self.chooses_itself(size))
 
     def draws_ahead(self, sampling: SampleParams) -> bool:
-        size = self.largest_size(self.n_seq, self.n_seq)
-        chooser = self.choosing(size, candidates([RowSettings.of(sampling)])).chooser
-        assert chooser is not None  # which is None of steps that choose themselves
-        return super().draws_ahead(sampling) and len(chooser.exe.splits) == 1
+        chooser = self._chained(sampling).chooser
+        return super().draws_ahead(sampling) and (chooser is None or len(chooser.exe.splits) == 1)
 
     # ---- reading ----
 

@@ -32,12 +32,19 @@ class PromptLookup(Guesser):
                 self._ends[n][tuple(ids[-n:])] = len(ids)
         ids.append(token)
 
+    @property
+    def is_ready(self) -> bool:
+        return self._found() is not None
+
     def guess(self, room: int) -> list[int]:
         """None where the last tokens are new, or guesses pause."""
-        if self.pauses:
-            return []
+        at = None if self.pauses else self._found()
+        return [] if at is None else self._ids[at : at + min(self.size, room)]
+
+    def _found(self) -> int | None:
+        """Where what follows the last tokens begins: behind the latest of the longest runs like theirs."""
         for n in range(LONGEST, SHORTEST - 1, -1):
             at = self._ends[n].get(tuple(self._ids[-n:])) if len(self._ids) >= n else None
             if at is not None:
-                return self._ids[at : at + min(self.size, room)]
-        return []
+                return at
+        return None

@@ -1,7 +1,7 @@
-"""A step that leaves next tokens on a board, as two graphs: the first leaves logits, the second chooses. What the
-choice needs, such as a grammar's mask, may become known while the device reads the tokens; and few graphs serve all
-ways to choose. Where nothing is waited for one graph can do both: it is begun once, with one copy of inputs, and its
-logits need not be kept."""
+"""A step that leaves next tokens on a board. A step of one token is one graph, which is begun once, with one copy of
+inputs, and keeps no logits. Others are two: the first leaves logits, the second chooses. So is one whose text waits for
+what the host finds, such as a grammar's mask: it may become known while the device reads the token. And so are larger
+steps: few graphs then serve all ways to choose."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from graphrt.models.continuous_batch import ContinuousBatch
 from graphrt.models.engine_paged import PagedEngine
-from graphrt.models.guesses import Guesser
+from graphrt.models.guesses import MOST_ROWS
 from graphrt.models.paged_steps import PagedSteps
 from graphrt.models.paging.ladder import block_rung, coarse_rung, rung
 from graphrt.models.sampling import Uniforms
@@ -39,23 +39,23 @@ def warm_up(
     engine: PagedEngine,
     *,
     alone: bool = False,
-    guesses: int = 0,
+    most_guessed: int = 0,
     seconds: float = SECONDS,
     clock: Callable[[], float] = time.monotonic,
 ) -> None:
     """Has an engine whose sequences are empty ready for any number of single tokens, chosen in the usual ways, and for
     prompts; it is empty afterwards. Steps that read prompts, beside all other sequences and by themselves, and those of
     sequences that share pages are captured for so many seconds, the largest first; of those with adapters kernels are
-    compiled, and no more. alone: of steps that tell nothing of other sequences. guesses: tokens of a sequence that are
-    guessed at most, and read with its latest one; those steps are captured before the ones that read prompts. Nothing
-    is left to do where its backend doesn't queue its work."""
+    compiled, and no more. alone: of steps that tell nothing of other sequences; most_guessed: tokens of a sequence that
+    are guessed at a time, whose steps are captured too. Nothing is left to do where its backend
+    doesn't queue its work."""
     if not engine.home.asynchronous or not engine.runs_ahead:
         return
     threads = min(_MOST_THREADS, len(os.sched_getaffinity(0)))
-    compile_ahead(engine, ways_of(engine, alone=alone, guesses=guesses), threads)
+    compile_ahead(engine, ways_of(engine, alone=alone, most_guessed=most_guessed), threads)
     drawn, end = RowSettings.of(SampleParams()), clock() + seconds
     if alone:
-        for settings in (RowSettings(), drawn):
+        for settings in (RowSettings(), drawn, *([EDITED] if engine.chooses_itself(engine.own_size()) else [])):
             _run(engine, engine.n_seq, settings, alone=True)
         for n in prompt_sizes(engine):
             if clock() < end:
@@ -70,16 +70,13 @@ def warm_up(
                 advance()
         for size in filter(engine.chooses_itself, sizes.single):
             _run(engine, size.n_seq, EDITED)
+            _run(engine, size.n_seq, drawn, waits=True)
+    for settings in (RowSettings(), drawn):  # all of them: one that comes later keeps texts waiting
+        for size in guessed_sizes(engine, most_guessed):
+            _run_size(engine, size, settings)
     _run(engine, 1, RowSettings(), min(engine.n_batch, engine.n_ctx - RUNS - 1))
     engine.reset()
     end = clock() + seconds
-    asked = guessed_tokens(engine, guesses)
-    with task("warming up for guesses", len(asked), "steps") as advance:
-        for each in asked:
-            for settings in (RowSettings(), drawn):
-                if clock() < end:
-                    _run_guesses(engine, each, settings)
-            advance()
     late = [*sizes.beside, *sizes.prompts, *sizes.shared]
     with task("warming up for prompts", len(late), "steps") as advance:
         for size in late:
@@ -95,7 +92,7 @@ def warm_up(
 Way = tuple[StepSize, int, bool]
 
 
-def ways_of(engine: PagedEngine, *, alone: bool = False, guesses: int = 0) -> list[Way]:
+def ways_of(engine: PagedEngine, *, alone: bool = False, most_guessed: int = 0) -> list[Way]:
     """The steps that warm_up() compiles."""
     most = CANDIDATES[0]
     if alone:
@@ -103,42 +100,14 @@ def ways_of(engine: PagedEngine, *, alone: bool = False, guesses: int = 0) -> li
     sizes = sizes_of(engine)
     adapted = [(each, 0, True) for each in (sizes.beside, sizes.single)] if engine.adapters is not None else []
     listed = [*adapted, (sizes.shared, most, False), (sizes.prompts, most, False), (sizes.beside, most, False)]
-    blocks = block_rung(1, engine.cache.sizes.max_blocks)
-    guessed = [
-        engine.size_of(sum(each) + len(each), len(each), blocks, every=True) for each in guessed_tokens(engine, guesses)
-    ]
-    listed += [(guessed, most, False), (guessed, 0, False), (sizes.single, most, False), (sizes.single, 0, False)]
+    guessed = guessed_sizes(engine, most_guessed)
+    listed += [(each, n, False) for each in (guessed, sizes.single) for n in (most, 0)]
     return [(size, n, has_adapters) for each, n, has_adapters in listed for size in each]
 
 
 def prompt_sizes(engine: PagedSteps) -> list[int]:
     """Tokens of pieces of a prompt that are steps of their own, largest first."""
     return rungs(1, engine.n_batch)[::-1]
-
-
-def guessed_tokens(engine: PagedSteps, most: int) -> list[list[int]]:
-    """Steps that read guesses, a text's of up to `most` tokens, so that each size of a step is one: how many tokens are
-    guessed of each text. First those of one text, then those of several."""
-    if not most:
-        return []
-    found = [[n - 1] for n in rungs(2, 1 + most)]
-    for n in rungs(3, min(engine.n_seq * (1 + most), engine.most_tokens)) if engine.n_seq > 1 else []:
-        texts = max(2, -(-n // (1 + most)), n - engine.n_batch)
-        if texts <= engine.n_seq:
-            each, more = divmod(n - texts, texts)
-            found.append([each + (i < more) for i in range(texts)])
-    return found
-
-
-class _Always(Guesser):
-    """Guesses so many tokens in any case."""
-
-    @property
-    def size(self) -> int:
-        return self.most
-
-    def guess(self, room: int) -> list[int]:
-        return [0] * min(self.most, room)
 
 
 def compile_ahead(engine: PagedEngine, ways: Sequence[Way], threads: int) -> None:
@@ -185,6 +154,18 @@ def sizes_of(engine: PagedSteps) -> Sizes:
     return Sizes(single, beside, prompts, shared)
 
 
+def guessed_sizes(engine: PagedSteps, most_guessed: int) -> list[StepSize]:
+    """Those of steps with up to so many guesses of each short text, of one text and of several."""
+    if not most_guessed:
+        return []
+    blocks, found = block_rung(1, engine.cache.sizes.max_blocks), list[StepSize]()
+    for n_seq in sorted({coarse_rung(n, engine.n_seq) for n in range(1, engine.n_seq + 1)}):
+        high = min(n_seq * (1 + most_guessed), MOST_ROWS, engine.most_tokens)
+        for n in sorted({rung(n, engine.most_tokens) for n in range(min(n_seq, 2) + 1, high + 1)}):
+            found.append(StepSize(n, n_seq, n, blocks))
+    return found
+
+
 def _run_size(engine: PagedEngine, size: StepSize, settings: RowSettings) -> None:
     """Runs a step of this size, which reads a prompt of two tokens, until it is captured."""
     for seq in range(RUNS - 1):
@@ -194,26 +175,20 @@ def _run_size(engine: PagedEngine, size: StepSize, settings: RowSettings) -> Non
         engine.free(0)
 
 
-def _run_guesses(engine: PagedEngine, guessed: Sequence[int], settings: RowSettings) -> None:
-    """Some steps that read so many guessed tokens of each text."""
-    with ContinuousBatch(engine) as batch:
-        for seq, n in enumerate(guessed):
-            batch.add(seq, [seq], -1, _drawn(settings, seq), _Always(n) if n else None)
-        for _ in range(1 + RUNS):
-            batch.step()
-    for seq in range(len(guessed)):
-        engine.free(seq)
+def _drawn(settings: RowSettings, seed: int, *, waits: bool = False) -> Drawn:
+    """waits: for what the host finds out, which is nothing."""
+    uniforms, biases = Uniforms(seed) if settings.temp > 0 else None, ((0, 0.0),) * int(settings.n_biases)
+    return Drawn(settings, uniforms, biases, costs=(lambda _: {}) if waits else None)
 
 
-def _drawn(settings: RowSettings, seed: int) -> Drawn:
-    return Drawn(settings, Uniforms(seed) if settings.temp > 0 else None, ((0, 0.0),) * int(settings.n_biases))
-
-
-def _run(engine: PagedEngine, n: int, settings: RowSettings, n_prompt: int = 1, *, alone: bool = False) -> None:
+def _run(
+    engine: PagedEngine, n: int, settings: RowSettings, n_prompt: int = 1, *, alone: bool = False, waits: bool = False
+) -> None:
     """Some steps of n sequences."""
     with ContinuousBatch(engine, alone=alone) as batch:
         for seq in range(n):
-            batch.add(seq, [0] * n_prompt, min(RUNS, engine.n_ctx - n_prompt), _drawn(settings, seq))
+            how = _drawn(settings, seq, waits=waits)
+            batch.add(seq, [0] * n_prompt, min(RUNS, engine.n_ctx - n_prompt), how)
         while batch.going:
             batch.step()
     for seq in range(n):

@@ -1,5 +1,5 @@
-"""Pieces of prompts beside each other in steps that tell nothing of other texts (--alone-tokens): each text's tokens
-are what they are alone, and there are fewer steps."""
+"""Pieces of prompts beside each other in steps that tell nothing of other texts: each text's tokens are what they are
+alone, and there are fewer steps."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from support.poisoned_engines import poisoned
 from support.tiny import write_model
 
 import graphrt
-from graphrt.models import Model, load
+from graphrt.models import Model, load, paged_steps
 from graphrt.models.continuous_batch import ContinuousBatch
 from graphrt.models.engine import SessionOptions
 from graphrt.models.engine_paged import PagedEngine
@@ -33,7 +33,7 @@ def made(model: Model, seqs: Sequence[int], within: int, monkeypatch: pytest.Mon
     dict[int, list[int]], list[tuple[StepSize, int]]
 ]:  # fmt: skip
     """The tokens of some texts that come at once, and the sizes of steps that read prompts with how many each read."""
-    monkeypatch.setenv("GRAPHRT_ALONE_TOKENS", str(within))
+    monkeypatch.setattr(paged_steps, "ALONE_TOKENS", within)
     monkeypatch.setattr(graphrt.get_backend("cpu").__class__, "asynchronous", True)
     options = SessionOptions(n_ctx=96, n_batch=16, type_k="f32", type_v="f32", page=16, share=False)
     engine = model.engine(6, options)
@@ -74,3 +74,27 @@ def test_texts_are_what_they_are_alone(model: Model, monkeypatch: pytest.MonkeyP
     assert [(size[:3], n) for size, n in steps] == [
         ((12, 1, 1), 1), ((12, 1, 1), 1), ((16, 2, 2), 2), ((12, 1, 1), 1), ((16, 1, 1), 1), ((12, 4, 4), 1),
     ]  # fmt: skip
+
+
+def test_a_piece_waits_for_others(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While single tokens go on, so many steps of them, where a step has room for more; never where it has not."""
+    monkeypatch.setattr(paged_steps, "ALONE_TOKENS", 16)
+    engine = model.engine(6, SessionOptions(n_ctx=96, n_batch=16, type_k="f32", type_v="f32", page=16, share=False))
+    assert isinstance(engine, PagedEngine)
+    for lengths, waited in (([8], 4), ([8, 7], 0), ([12], 0), ([8, 12], 4)):
+        steps = list[list[int]]()
+
+        class Noted(ContinuousBatch):
+            def _run(self, queued: object, steps: list[list[int]] = steps) -> None:
+                steps.append([read.of.seq for read in queued.reads])  # type: ignore[attr-defined]
+                super()._run(queued)  # type: ignore[arg-type]
+
+        with Noted(engine, alone=True) as batch:
+            batch.add(0, [3], 20)
+            batch.step()
+            for seq, n in enumerate(lengths, 1):
+                batch.add(seq, list(range(n)), 1)
+            while len(batch.going) > 1:
+                batch.step()
+        assert steps[0] == [0] and steps.index(next(read for read in steps if 1 in read)) == 1 + waited
+        engine.reset()

@@ -1,6 +1,6 @@
-"""Steps that choose the next tokens in their own graph (--choose-within): the same tokens and the same bits
-of all logits as by a graph of its own, and no more copies to the device than a step's inputs; what a chooser's inputs
-hold already isn't copied again."""
+"""Steps that choose the next tokens in their own graph, as those of one token do: the same tokens and the same bits of
+all logits as by a graph of its own, and no more copies to the device than a step's inputs; what a chooser's inputs hold
+already isn't copied again. Here larger steps choose themselves too."""
 
 from __future__ import annotations
 
@@ -16,9 +16,8 @@ from support.poisoned_engines import poisoned
 from support.tiny import write_model
 
 import graphrt
-from graphrt.errors import SessionError
 from graphrt.execute import Executable
-from graphrt.models import Model, load
+from graphrt.models import Model, load, paged_steps
 from graphrt.models.continuous_batch import ContinuousBatch
 from graphrt.models.engine import SessionOptions
 from graphrt.models.engine_paged import PagedEngine
@@ -46,10 +45,10 @@ def ahead(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def engine_of(model: Model, monkeypatch: pytest.MonkeyPatch, within: int, n_seq: int = 3) -> PagedEngine:
-    monkeypatch.setenv("GRAPHRT_CHOOSE_WITHIN", str(within))
+    """One whose steps of so many tokens choose themselves."""
+    monkeypatch.setattr(paged_steps, "CHOSEN_WITHIN", within)
     engine = model.engine(n_seq, OPTIONS)
     assert isinstance(engine, PagedEngine)
-    assert engine.choose_within == within
     return poisoned(engine)
 
 
@@ -216,28 +215,19 @@ def test_a_chooser_copies_what_changes(llama: Model, ahead: None, monkeypatch: p
 
 
 def test_warm_up_has_the_form(llama: Model, ahead: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A server's steps of one text are captured in the form that they will have."""
-    engine = engine_of(llama, monkeypatch, 1)
+    """A server's steps of one text, which alone choose themselves, are captured in the form that they will have."""
+    engine = engine_of(llama, monkeypatch, paged_steps.CHOSEN_WITHIN)
     warm_up(engine)
     before = set(engine._prepared)
-    for how in Drawn(), drawn_by(logit_bias={7: -math.inf}):
+    masked = Drawn(matcher=LetsAll(llama.network.hp.n_vocab))
+    for how in Drawn(), drawn_by(logit_bias={7: -math.inf}), drawn_by(temp=1.5, top_k=40), masked:
         with ContinuousBatch(engine) as batch:
             batch.add(0, [3], 12, how)
             while batch.going:
                 batch.step()
         engine.free(0)
     assert set(engine._prepared) == before and {0, LIKELIEST, 64, "board"} == ways(engine)
-
-
-@pytest.mark.parametrize("text", ["-1", "1.5", "many", "9" * 10])
-def test_what_is_no_number(llama: Model, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
-    monkeypatch.setenv("GRAPHRT_CHOOSE_WITHIN", text)
-    engine = llama.engine(1, OPTIONS)
-    assert isinstance(engine, PagedEngine)
-    with pytest.raises(
-        SessionError, match=f"GRAPHRT_CHOOSE_WITHIN must be a whole number.*got '{text}'; give --choose"
-    ):
-        engine.chooses_itself(engine.largest_size(1, 1))
+    assert {key[0].n_tokens for key in before if isinstance(key, tuple) and "chosen" in key} == {1}
 
 
 def test_the_choice_is_in_the_graph(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,6 @@ from graphrt.models import Model, load
 from graphrt.models.continuous_batch import ContinuousBatch
 from graphrt.models.engine import MAX_AHEAD, SessionOptions
 from graphrt.models.engine_paged import PagedEngine
-from graphrt.models.guesses import Guesser
 from graphrt.models.paged_steps import MAX_STEPS
 from graphrt.models.paging.check import check
 from graphrt.models.paging.prefixes import Prefix, PrefixRule
@@ -206,6 +205,10 @@ class Guesses(PromptLookup):
     @property
     def size(self) -> int:
         return 8
+
+    @property
+    def is_ready(self) -> bool:
+        return True
 
     def guess(self, room: int) -> list[int]:
         at, n, good = len(self._ids) - self.n, int(self.draws.integers(0, 7)), int(self.draws.integers(0, 7))
@@ -402,44 +405,35 @@ def test_prompts_meet_no_new_sizes(llama: Model, monkeypatch: pytest.MonkeyPatch
     assert all(warm[key] >= 2 for key in used), "captured by then"
 
 
-class Wrong(Guesser):
-    """Guesses of any length, most of them wrong."""
-
-    def __init__(self, most: int, rng: np.random.Generator) -> None:
-        super().__init__(most)
-        self.rng = rng
-
-    @property
-    def size(self) -> int:
-        return self.most
+class Anything(Guesses):
+    """Guesses 1 or 2 tokens, whatever they are."""
 
     def guess(self, room: int) -> list[int]:
-        return [5] * min(int(self.rng.integers(0, self.most + 1)), room)
+        return self.draws.integers(0, 60, int(self.draws.integers(1, 3))).tolist()[:room]
+
+    def told(self, guessed: int, right: int) -> None:
+        pass
 
 
 def test_guesses_meet_no_new_sizes(llama: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One text, or as many as there may be, of which up to 4 tokens are guessed."""
+    """Guesses of one, of a few and of all texts, greedy and drawn, are read and chosen by steps that a warm-up has
+    made."""
     monkeypatch.setattr(graphrt.get_backend("cpu").__class__, "asynchronous", True)
-    engine, runs = paged(llama, 5), Counter[int]()
-    plain = Executable.run
-    monkeypatch.setattr(Executable, "run", lambda exe: (runs.update([id(exe)]), plain(exe))[1])
-    warm_up(engine, guesses=4, seconds=1e9)
-    monkeypatch.setattr(Executable, "run", plain)
-    warm = {key: runs[id(step.exe)] for key, step in engine._prepared.items()}
-    assert not engine.lengths.any() and engine.batch is None
-    check(engine.cache.pool)
-    r = np.random.default_rng(1)
-    for n in (1, 5):
-        with ContinuousBatch(engine) as batch:
+    engine = paged(llama, 3, n_batch=12)
+    warm_up(engine, most_guessed=2, seconds=0)
+    warm = set(engine._prepared), set(engine._choosers)
+    for n in (1, 2, 3):
+        for settings in (RowSettings(), RowSettings.of(SampleParams())):
+            with ContinuousBatch(engine) as batch:
+                for seq in range(n):
+                    how = Drawn(settings, Uniforms(seq) if settings.temp > 0 else None)
+                    batch.add(seq, [seq], 12, how, Anything([seq] * (1 + seq), []))
+                while batch.going:
+                    batch.step()
+            assert batch.n_guessed > 6 * n
             for seq in range(n):
                 engine.free(seq)
-                batch.add(seq, [seq], 40, guesser=Wrong(4, r))
-            while batch.going:
-                batch.step()
-    every = {key for key in engine._prepared if key[0].n_outputs == key[0].n_tokens > 5}
-    assert {key[0].n_tokens for key in every} == {6, 8, 12, 16, 17} and all(warm.get(key, 0) >= 2 for key in every)
-    alone = {key for key in engine._prepared if key[0].n_seq == 1 and key[0].n_outputs > 1}
-    assert {key[0].n_tokens for key in alone} == {2, 3, 4, 6} and all(warm.get(key, 0) >= 2 for key in alone)
+    assert (set(engine._prepared), set(engine._choosers)) == warm
 
 
 def test_a_warm_up_ends_in_time(llama: Model, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -463,6 +457,26 @@ def test_steps_that_weigh_too_much_go() -> None:
         recent.made(key, lambda weight=weight: weight)
         kept = [[0], [0, 1], [0, 1, 2], [1, 2, 3], [4]]
         assert list(recent) == kept[key], "the oldest goes, and one that is too heavy by itself stays"
+
+
+def test_steps_are_queued_where_nothing_is_guessed(llama: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A text that may be guessed and has nothing to guess has a step under way as its tokens are given; so has one
+    whose next tokens are guessed, and that step reads the guess."""
+    monkeypatch.setattr(graphrt.get_backend("cpu").__class__, "asynchronous", True)
+    text = texts_of(1, 7, 20)[0]
+    said = alone(llama, text, 24)
+    for most in (0, 2):
+        lookup, seen = PromptLookup(said, 2), list[list[int]]()
+        if not most:
+            monkeypatch.setattr(lookup, "_found", lambda: None)
+        with ContinuousBatch(paged(llama, 1)) as batch:
+            batch.add(0, text, 24, guesser=lookup)
+            found = batch.step()[0]
+            while batch.going:
+                seen.append([read.guessed for queued in batch._queued for read in queued.reads])
+                found += batch.step()[0]
+        assert found == said and max(n for each in seen for n in each) == most
+        assert all(seen[:-3]), "a step is under way as tokens are given"
 
 
 def test_what_is_guessed() -> None:

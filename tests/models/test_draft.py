@@ -163,7 +163,7 @@ def paced(
     for _ in range(n):
         found.append(pace.guesses(texts))
         clock.now += guessed if found[-1] else plain
-        pace.told(texts, tokens if found[-1] else 1, counts=True)
+        pace.told(texts, tokens if found[-1] else 1, guessed=found[-1], counts=True)
     return found
 
 
@@ -172,19 +172,19 @@ def test_guesses_that_cost_more_than_they_give_stop() -> None:
     for slow, keeps in (1.5, True), (2.5, False):
         clock = Clock()
         pace = Pace(clock)
-        pace.told(3, 1, counts=True)
+        pace.told(3, 1, guessed=False, counts=True)
         assert paced(pace, clock, slow, 1.0, 2 * look) == [True] * look + [False] * look
         assert paced(pace, clock, slow, 1.0, SETTLED) == [keeps] * SETTLED
         assert paced(pace, clock, slow, 1.0, 1) == [True], "it is looked at again"
     assert pace.guesses(40), "another load is looked at by itself"
     clock = Clock()
     pace = Pace(clock)
-    pace.told(3, 1, counts=True)
+    pace.told(3, 1, guessed=False, counts=True)
     for _ in range(2 * look):  # other work now and then says nothing
         paced(pace, clock, 1.5, 1.0, 1)
-        pace.told(3, 5, counts=False)
+        pace.told(3, 5, guessed=True, counts=False)
         clock.now += 100
-        pace.told(3, 5, counts=True)
+        pace.told(3, 5, guessed=True, counts=True)
     assert paced(pace, clock, 1.5, 1.0, SETTLED) == [True] * SETTLED
 
 
@@ -193,20 +193,34 @@ def test_guesses_pay_by_the_time_of_all_steps() -> None:
     for plain, keeps in (1.2, False), (1.5, True):
         clock, found = Clock(), list[bool]()
         pace = Pace(clock)
-        pace.told(1, 1, counts=True)
+        pace.told(1, 1, guessed=False, counts=True)
         for i in range(2 * (LOOKED_AT + UNSETTLED) + 1):
             found.append(pace.guesses(1))
             long = found[-1] and i % 4 == 0
             clock.now += (8.0 if long else 1.0) if found[-1] else plain
-            pace.told(1, 5 if long else 1, counts=True)
+            pace.told(1, 5 if long else 1, guessed=found[-1], counts=True)
         assert found[-1] == keeps
     clock = Clock()
     pace = Pace(clock)
-    pace.told(3, 1, counts=True)
+    pace.told(3, 1, guessed=False, counts=True)
     paced(pace, clock, 1.0, 1.0, 2 * UNSETTLED)
     clock.now += 100  # once, other work
     paced(pace, clock, 1.0, 1.0, 2 * LOOKED_AT)
     assert pace.guesses(3), "2 tokens a second, but for once"
+
+
+@pytest.mark.parametrize(("slow", "keeps"), [(1.5, True), (2.5, False)])
+def test_texts_that_are_not_guessed_say_nothing_against_guesses(slow: float, keeps: bool) -> None:
+    """However many steps had nothing to guess, those with guesses are looked at when they come."""
+    clock = Clock()
+    pace = Pace(clock)
+    for _ in range(3 * SETTLED):
+        assert pace.guesses(1)
+        clock.now += 1.0
+        pace.told(1, 1, guessed=False, counts=True)
+    assert paced(pace, clock, slow, 1.0, LOOKED_AT + UNSETTLED, texts=1) == [True] * (LOOKED_AT + UNSETTLED)
+    assert paced(pace, clock, slow, 1.0, SETTLED, texts=1) == [keeps] * SETTLED, "plain ones were looked at before"
+    assert pace.guesses(1), "both are looked at again"
 
 
 def test_a_server_with_a_draft_model(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from support.adapters import write_adapter
 from support.tiny import write_model
 
 from graphrt.backend import get_backend
-from graphrt.env import ALONE_TOKENS, CHOOSE_WITHIN, FUSE, JOIN_WITHIN, OVERLAP, Variable
+from graphrt.env import FUSE, OVERLAP, Variable
 from graphrt.errors import RankError
 from graphrt.models import load
 from graphrt.models.adapters import AdapterFile, read_adapter
@@ -54,7 +54,7 @@ def test_options() -> None:
                 _check_options([_options(each) for each in pair])
 
 
-@pytest.mark.parametrize("setting", [FUSE, OVERLAP, CHOOSE_WITHIN, JOIN_WITHIN, ALONE_TOKENS])
+@pytest.mark.parametrize("setting", [FUSE, OVERLAP])
 def test_settings(setting: Variable, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the environment, which flags set: ranks would not start the same sums."""
     mine = _options(argparse.Namespace())

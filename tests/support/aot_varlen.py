@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import pytest
 import torch
 
 from graphrt import ops
@@ -16,7 +15,6 @@ from graphrt.backends.triton.kernels.flash_attn.fusions import Attention
 from graphrt.backends.triton.kernels.flash_attn.launcher import Launcher
 from graphrt.backends.triton.launch import Launch
 from graphrt.backends.triton.memory import TritonBuffer
-from graphrt.env import JOIN_WITHIN
 from graphrt.ops.cases.scores import SCORES
 from graphrt.ops.view import view
 from graphrt.tensor import Tensor
@@ -115,25 +113,9 @@ SHAPES = (
     Shape((576, 512), 64, n_tokens=32, heads=(16, 1), mask="new"),
 )  # fmt: skip
 
-#: Steps of a text or two whose parts the decode kernel joins, where it is asked to.
-JOINED = (
-    Shape((128, 128), 64, n_tokens=1, n_seq=1, heads=(32, 8)), Shape((64, 64), 16, n_tokens=1, n_seq=1, heads=(32, 8)),
-    Shape((128, 128), 256, "bf16", n_tokens=1, n_seq=1, heads=(8, 8), window=100),
-)  # fmt: skip
-
 
 def aot_cases(arch: str) -> Iterator[Case]:
     """A name, a kernel, its arguments by name (tensors for pointers) and the options of its launch."""
     for shape in SHAPES:
         for launch in launches(arch, shape):
             yield f"varlen {shape}: {launch.kernel.fn.__name__}", launch.kernel, launch.args, launch.options
-    for shape in JOINED:
-        for launch in _joined(arch, shape):
-            yield f"varlen joined {shape}: {launch.kernel.fn.__name__}", launch.kernel, launch.args, launch.options
-
-
-def _joined(arch: str, shape: Shape) -> list[Launch]:
-    """The launches of a shape where steps of so few tokens are to be joined."""
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setenv(JOIN_WITHIN.name, str(shape.n_tokens))
-        return launches(arch, shape)

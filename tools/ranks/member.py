@@ -16,7 +16,7 @@ from typing import Any
 
 from graphrt import __version__
 from graphrt.backend import numbered
-from graphrt.env import ALONE_TOKENS, CHOOSE_WITHIN, FUSE, JOIN_WITHIN, OVERLAP
+from graphrt.env import FUSE, OVERLAP
 from graphrt.errors import GraphrtError, RankError
 from graphrt.rank_watch import Fault
 from graphrt.ranks import Ranks, join, leave
@@ -71,7 +71,7 @@ def _options(args: argparse.Namespace) -> dict[str, str]:
     other places, or in other calls."""
     plain = (str, int, float, bool, list, tuple, type(None))
     said = {key: repr(value) for key, value in vars(args).items() if key not in OWN and isinstance(value, plain)}
-    settings = FUSE, OVERLAP, CHOOSE_WITHIN, JOIN_WITHIN, ALONE_TOKENS
+    settings = FUSE, OVERLAP
     return said | {setting.flag: setting.get() or setting.default for setting in settings}
 
 

@@ -132,8 +132,8 @@ class Scheduler:
     guesses them, None for prompt lookup; pace: when they are guessed, None for always.
 
     deterministic: a text's tokens and log-probabilities are the same bits whatever else is made, on a backend whose
-    rows stand alone. A piece of a prompt is a step by itself, and steps of single tokens all have one size; a text that
-    gave its pages back reads what it has made one token at a time, as it was made; and the engine shares no pages,
+    rows stand alone. Pieces of prompts are steps of their own, and steps of single tokens all have one size; a text
+    that gave its pages back reads what it has made one token at a time, as it was made; and the engine shares no pages,
     since those of tokens that were made are not those of prompts. Texts whose tokens a device can choose have steps of
     their own, and so have those whose tokens the host must choose: who chooses depends on a text alone."""
 

@@ -376,8 +376,8 @@ def engine_of(model: Model, args: argparse.Namespace, most: HParams | None = Non
     for sentence in engine.fallbacks():
         print(f"fallback: {sentence}", file=sys.stderr)
     if not args.no_warmup:
-        guesses = 0 if most is not None else args.draft_max if args.model_draft else args.lookup
-        warm_up(engine, alone=args.deterministic, guesses=guesses, clock=clock_of(model.ranks))
+        guessed = (args.draft_max if args.model_draft else args.lookup) if most is None else 0
+        warm_up(engine, alone=args.deterministic, most_guessed=guessed, clock=clock_of(model.ranks))
     return engine
 
 

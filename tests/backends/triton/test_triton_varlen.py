@@ -350,48 +350,6 @@ def test_tiles_of_about_one_length(d: tuple[int, int], kernel: str) -> None:
     np.testing.assert_allclose(found, expected, atol=2e-3)
 
 
-#: Parts of tiles that the decode kernel joins: of one sequence, of two that are cut into as many parts each, of one
-#: long one among short ones and queries of nobody, and of one that has more rows than a tile.
-JOINED = (
-    Axes(d=(128, 128), heads=(8, 2), page=16, seqs=((1, 1000),)),
-    Axes(d=(64, 64), page=16, seqs=((1, 1000), (1, 860))),
-    Axes(d=(64, 64), page=32, seqs=((1, 1500), (1, 3), (2, 140)), spare=3, sinks="large"),
-    Axes(d=(64, 64), page=64, seqs=((9, 900), (1, 3)), window=500),
-)
-
-
-@pytest.mark.parametrize("axes", JOINED, ids=str)
-def test_the_decode_kernel_joins(axes: Axes, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the launch that makes the parts, where a setting asks for it; programs end in any order."""
-    monkeypatch.setenv("GRAPHRT_JOIN_WITHIN", "16")
-    chosen, names, found, expected = varlen_emulation.run(as_case("FLASH_ATTN_VARLEN", axes), 24, schedule="stream_k")
-    assert names[-1] == "flash_attn_varlen_decode", "no fixup"
-    np.testing.assert_allclose(found, expected, atol=2e-3)
-
-
-@pytest.mark.parametrize(
-    ("within", "shape", "joins"),
-    [
-        (0, aot_varlen.Shape((128, 128), 64, n_tokens=1, n_seq=1, heads=(32, 8)), False),
-        (1, aot_varlen.Shape((128, 128), 64, n_tokens=1, n_seq=1, heads=(32, 8)), True),
-        (1, aot_varlen.Shape((128, 128), 64, n_tokens=2, n_seq=2, heads=(32, 8)), False),
-        (9, aot_varlen.Shape((128, 128), 64, n_tokens=8, n_seq=8, heads=(32, 8)), False),
-        (9, aot_varlen.Shape((256, 256), 64, n_tokens=1, n_seq=1, heads=(32, 8)), False),
-        (9, aot_varlen.Shape((128, 128), 64, "q8_0", n_tokens=1, n_seq=1, heads=(32, 8)), False),
-        (9, aot_varlen.Shape((128, 128), 64, n_tokens=2, n_seq=2, heads=(32, 8), groups=1), False),
-    ],
-    ids=["off", "one", "two", "many bytes", "columns", "blocks", "shared pages"],
-)
-def test_which_steps_are_joined(
-    within: int, shape: aot_varlen.Shape, joins: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Those of few tokens, rows and parts, of heads and types that gain by it in decode.py."""
-    monkeypatch.setenv("GRAPHRT_JOIN_WITHIN", str(within))
-    names = [launch.name for launch in aot_varlen.launches("sm_90", shape)]
-    assert ("flash_attn_fixup" not in names) == joins
-    assert "flash_attn_varlen_decode" in names
-
-
 def test_pages_of_blocks_have_their_own_loop_s_configuration() -> None:
     """The kernel has no decode_thin.py, whose rows say other numbers of keys and warps."""
     found = aot_varlen.launches("sm_90", aot_varlen.Shape((128, 128), 16, "q8_0"))

@@ -101,20 +101,19 @@ def deliver(
                 gl.store(p_counter + tile, 0)  # for the next launch; in this one nobody counts here any more
                 join_parts(
                     p_sinks, p_out, p_lse, p_slot - (pid - first).to(gl.int64) * SLOT, first, last, shares, units,
-                    splits, first_token, row0, i_group, n_q, n_head,
+                    splits, first_token, i_group, n_q, n_head,
                     has_sinks, has_lse, PACK, D, KIND, JOIN, JOIN_PARTS,
                 )  # fmt: skip
 
 
 @gluon.jit
 def join_parts(
-    p_sinks, p_out, p_lse, p_first, first, last, shares, units, splits, first_token, row0, i_group, n_q, n_head,
-    has_sinks, has_lse, PACK: gl.constexpr, D: gl.constexpr, KIND: gl.constexpr, R: gl.constexpr, P: gl.constexpr,
+    p_sinks, p_out, p_lse, p_first, first, last, shares, units, splits, first_token, i_group, n_q, n_head, has_sinks,
+    has_lse, PACK: gl.constexpr, D: gl.constexpr, KIND: gl.constexpr, R: gl.constexpr, P: gl.constexpr,
 ):  # fmt: skip
     """Joins a tile's parts in the order of their programs and writes the result: fixup.py in one program.
 
-    p_first: the slot of program `first`, the next programs' follow. first, last, shares, units: see fixup_range; R: of
-    the tile's rows, of which the first is row0 of the sequence's, those that may be somebody's.
+    p_first: the slot of program `first`, the next programs' follow. first, last, shares, units: see fixup_range.
 
     Whoever runs it gets the same bits. Others wrote the parts in this launch, so they are read past the L1 cache.
     """
@@ -126,8 +125,8 @@ def join_parts(
     a_row = axis_index(L, 3, 1, R)
     i_slot = axis_index(L, 3, 2, D)
     s_head = gl.arange(0, R, layout=axis_layout(S, 2, 1))
-    s_token = (row0 + s_head) // PACK
-    s_head = i_group * PACK + (row0 + s_head) % PACK
+    s_token = s_head // PACK
+    s_head = i_group * PACK + s_head % PACK
     sink = gl.full([R], NEG_INF, gl.float32, layout=axis_layout(S, 2, 1))
     if has_sinks != 0:
         sink = gl.load(p_sinks + s_head, mask=s_token < n_q, other=NEG_INF) * LOG2E
@@ -142,14 +141,14 @@ def join_parts(
             used = used & (quotient(i_share * units, shares) < quotient((i_share + 1) * units, shares))
         p_base = p_first + (base - first).to(gl.int64) * SLOT
         p_sums = p_base + (axis_index(S, 2, 0, P) * SLOT + ROWS * D + s_row)
-        m_sums = used & ((row0 + s_row) // PACK < n_q)
+        m_sums = used & (s_row // PACK < n_q)
         m_part = gl.load(p_sums, mask=m_sums, other=NEG_INF, cache_modifier=".cg")
         l_part = gl.load(p_sums + ROWS, mask=m_sums, other=0.0, cache_modifier=".cg")
         i = base + axis_index(L, 3, 0, P)
         p_acc = p_base + (axis_index(L, 3, 0, P) * SLOT + a_row * D + i_slot)
         # What a program without units never wrote is read too, and left out below.
         a = gl.load(
-            p_acc, mask=(i <= last) & ((row0 + a_row) // PACK < n_q) & (i_slot >= 0), other=0.0, cache_modifier=".cg"
+            p_acc, mask=(i <= last) & (a_row // PACK < n_q) & (i_slot >= 0), other=0.0, cache_modifier=".cg"
         )  # fmt: skip
         m_new = gl.maximum(m, gl.max(m_part, 0))
         safe = gl.where(m_new == NEG_INF, 0.0, m_new)
@@ -166,8 +165,8 @@ def join_parts(
     first_row = first_token.to(gl.int64)
     i_row = axis_index(gl.SliceLayout(0, L), 2, 0, R)
     i_slot = axis_index(gl.SliceLayout(0, L), 2, 1, D)
-    token = (row0 + i_row) // PACK
-    out_row = (first_row + token) * n_head + (i_group * PACK + (row0 + i_row) % PACK)
+    token = i_row // PACK
+    out_row = (first_row + token) * n_head + (i_group * PACK + i_row % PACK)
     gl.store(p_out + (out_row * D + slot_elements(i_slot, KIND)), acc * scale, mask=(token < n_q) & (i_slot >= 0))
     if has_lse != 0:
         gl.store(p_lse + ((first_row + s_token) * n_head + s_head), lse * LN2, mask=s_token < n_q)

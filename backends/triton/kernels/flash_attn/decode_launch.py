@@ -54,14 +54,10 @@ def join_of(main: dict[str, Any], t: Any, config: Config) -> tuple[int, int]:
     if not main["RANGES"] or main["programs"] < t.n_tiles or not config.join:
         return 0, 0
     kinds = main["K_KIND"], main["V_KIND"]
-    if {*kinds} <= {"f16", "bf16"}:
-        return joined(rows, most, d, config)
-    return joined(rows, most, d, config, THIN_JOIN_BYTES) if is_thin(main["n_q"] * t.pack, *kinds) else (0, 0)
-
-
-def joined(rows: int, most: int, d: int, config: Config, limit: int = 0) -> tuple[int, int]:
-    """join_of's for at most so many parts of so many rows, (0, 0) where they are more bytes. limit: 0, JOIN_BYTES."""
-    if rows * (d + 2) * most * 4 > (limit or JOIN_BYTES):
+    thin = is_thin(main["n_q"] * t.pack, *kinds)
+    if not (thin or {*kinds} <= {"f16", "bf16"}):
+        return 0, 0
+    if rows * (d + 2) * most * 4 > (THIN_JOIN_BYTES if thin else JOIN_BYTES):
         return 0, 0
     return rows, max(32 // rows, min(1 << (most - 1).bit_length(), config.join * 32 * config.warps // (rows * d)))
 

@@ -29,8 +29,8 @@ from graphrt.backends.triton.kernels.flash_attn.varlen.tile_list import RECORD
 
 
 @accesses(
-    reads="p_q p_k p_v p_sinks p_slopes p_tiles p_table p_unit_start p_part p_counter",
-    writes="p_out p_lse p_part p_counter",
+    reads="p_q p_k p_v p_sinks p_slopes p_tiles p_table p_unit_start",
+    writes="p_out p_lse p_part",
     early_if={"PLAN_EARLY": "p_unit_start"},
     uncached="p_unit_start",
 )
@@ -41,18 +41,18 @@ from graphrt.backends.triton.kernels.flash_attn.varlen.tile_list import RECORD
 )  # fmt: skip
 def flash_attn_varlen_decode(
     p_q, p_k, p_v, p_sinks, p_slopes, p_out, p_lse, p_tiles, p_table, p_unit_start, p_part,
-    p_counter, sq_t, sq_h, sk_h, sk_p, sv_h, sv_p, s_table, n_head, n_groups, n_tiles, n_seq, n_pages, max_blocks,
-    window, splits, sign, factor, softcap, has_sinks, has_lse,
+    sq_t, sq_h, sk_h, sk_p, sv_h, sv_p, s_table, n_head, n_groups, n_tiles, n_seq, n_pages, max_blocks, window,
+    splits, sign, factor, softcap, has_sinks, has_lse,
     sk_n: gl.constexpr, sv_n: gl.constexpr, D: gl.constexpr, K_KIND: gl.constexpr, V_KIND: gl.constexpr,
     BLOCK_N: gl.constexpr, SOFTCAP: gl.constexpr, PACK: gl.constexpr, PAGE: gl.constexpr, CAUSAL: gl.constexpr,
     WINDOW: gl.constexpr, SEES: gl.constexpr, PDL: gl.constexpr, STAGES: gl.constexpr, COLUMNS: gl.constexpr,
-    PLAN_EARLY: gl.constexpr, JOIN: gl.constexpr, JOIN_PARTS: gl.constexpr,
+    PLAN_EARLY: gl.constexpr,
 ):  # fmt: skip
     """Arguments are those of attend.py's flash_attn_varlen, and decode.py's. PACK: all heads of a KV head. SEES: what
     CAUSAL, WINDOW and ALiBi are to decode.py's logits. PLAN_EARLY: as decode.py's, of units. Not BIG nor WIDE.
 
-    JOIN, JOIN_PARTS: decode.py's, of rows of a tile; counter: int32 [n_tiles]. Usually fixup.py joins: with the join
-    here too the loop had 8 % more instructions, and 1 x 65536 keys took 103.8 us instead of 101.9 (H100)."""
+    Parts are joined by fixup.py. Joined here by the last of a tile's programs, as decode.py has it, one user's step
+    took 1.745 ms instead of 1.737 (H200), and 1 x 65536 keys 103.8 us instead of 101.9 (H100)."""
     W: gl.constexpr = gl.num_warps()
     NW: gl.constexpr = BLOCK_N // W
     gl.static_assert(NW % (8 if COLUMNS else 16) == 0)
@@ -62,9 +62,6 @@ def flash_attn_varlen_decode(
     tile, _, unit, stop = listed_range(pid, splits, n_tiles, p_unit_start, False)
     if PDL and PLAN_EARLY:  # also without a unit: the launch behind this one waits for this one alone
         gdc_wait()
-    programs = 0
-    if JOIN > 0:  # how many share tiles is known on the device
-        programs = planned(p_unit_start + n_tiles + 2)
     while unit < stop:
         i_qt = quotient(tile, n_groups)
         i_group = tile - i_qt * n_groups
@@ -117,7 +114,7 @@ def flash_attn_varlen_decode(
         sinks = gl.where(i_seq < n_seq, has_sinks, 0)
         deliver(
             p_sinks, p_out, p_lse, p_part, m, l, acc, pid, splits, q_first, row0, i_group, whole, finishes, n, n_head,
-            sinks, has_lse, p_counter, p_unit_start, p_unit_start, tile, programs, n_tiles, 0,
-            LAYOUT, PACK, D, V_KIND, False, False, JOIN, JOIN_PARTS,
+            sinks, has_lse, p_part, p_unit_start, p_unit_start, tile, 0, n_tiles, 0,
+            LAYOUT, PACK, D, V_KIND, False, False, 0, 0,
         )  # fmt: skip
         tile += 1

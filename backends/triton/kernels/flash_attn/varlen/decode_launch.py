@@ -16,16 +16,13 @@ from graphrt.backends.triton.kernels.flash_attn.decode_configs import (
     shared_bytes,
     with_words,
 )
-from graphrt.backends.triton.kernels.flash_attn.decode_launch import PLAN_EARLY, joined
+from graphrt.backends.triton.kernels.flash_attn.decode_launch import PLAN_EARLY
 from graphrt.backends.triton.kernels.flash_attn.decode_layouts import ROWS
 from graphrt.backends.triton.kernels.flash_attn.kernel import Scratch, warps_text
 from graphrt.backends.triton.kernels.flash_attn.varlen.attend_decode import flash_attn_varlen_decode
 from graphrt.backends.triton.kernels.flash_attn.varlen.launch import VarlenKernel, main_arguments
 from graphrt.backends.triton.kernels.flash_attn.varlen.plan import VarlenPlan
-from graphrt.backends.triton.kernels.flash_attn.varlen.problem import ALL
 from graphrt.backends.triton.launch import Launch, launch_options
-from graphrt.env import JOIN_WITHIN
-from graphrt.errors import BackendError
 
 #: Tiles for each multiprocessor from which on it holds two programs of heads of 128, with a block of f16 or bf16 in
 #: flight each, instead of one with three: one goes on to its next tile beside the other (H100: 64 sequences of 250
@@ -73,36 +70,15 @@ class VarlenDecode(VarlenKernel):
         part = scratch.part(self.choice.scratch_bytes)
         args = main_arguments(p, self.tiling, same, self.choice, plan, part, self.target)
         words = [word for word in ("causal", "window", "alibi") if args[word.upper()]]
-        rows, at_once = self.join
         known = {
             **with_words(args), "D": p.k.d, "STAGES": self.stages, "COLUMNS": owns_columns(p.k.d, p.k.kind, p.v.kind),
-            "SEES": " ".join(["position", *words]), "PLAN_EARLY": plan_is_old and PLAN_EARLY, "JOIN": rows,
-            "JOIN_PARTS": at_once, "p_counter": scratch.counters(self.tiling.n_tiles),
+            "SEES": " ".join(["position", *words]), "PLAN_EARLY": plan_is_old and PLAN_EARLY,
         }  # fmt: skip
         given = {name: known[name] for name in flash_attn_varlen_decode.arg_names}
         fewer = tuple({"STAGES": n} for n in range(self.stages - 1, 0, -1))
         options = launch_options(self.target, c.warps)
         main = Launch(flash_attn_varlen_decode, (self.choice.programs,), given, options, fewer)
-        if not self.shares_out or rows:
-            return [main]
-        return [main, portable.fixup_launch(args, self.tiling, p, self.target)]
-
-    @cached_property
-    def join(self) -> tuple[int, int]:
-        """(rows, parts at a time) of the join by the last of a tile's programs; (0, 0): a launch of fixup.py joins, or
-        nobody need. Where GRAPHRT_JOIN_WITHIN asks for it, of as few tokens and bytes as decode.py joins."""
-        p, t, programs = self.p, self.tiling, self.choice.programs
-        if p.n_q > JOIN_WITHIN.count(BackendError) or p.part.keys != ALL or not self.shares_out or programs < t.n_tiles:
-            return 0, 0
-        if not self.config.join or not {p.k.kind, p.v.kind} <= {"f16", "bf16"}:
-            return 0, 0
-        share = programs // t.n_tiles + 2 if p.n_lists == 1 else programs  # one of several may be much the longest
-        most = self.choice.splits if self.choice.schedule == "split" else min(share, t.n_blocks + self.more)
-        return joined(min(1 << (p.n_q * t.pack - 1).bit_length(), t.block_m), most, p.k.d, self.config)
-
-    @property
-    def joined_by(self) -> str:
-        return "kernel" if self.join[0] else super().joined_by
+        return [main, portable.fixup_launch(args, self.tiling, p, self.target)] if self.shares_out else [main]
 
     @property
     def workers(self) -> str:
