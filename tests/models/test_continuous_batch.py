@@ -487,10 +487,10 @@ def test_what_is_guessed() -> None:
     lookup = PromptLookup([1, 2, 3, 4, 5, 9, 2, 3, 7, 8, 2, 3], 6)
     assert lookup.guess(9) == [7, 8], "what followed the latest 2, 3"
     assert lookup.guess(1) == [7] and lookup.guess(0) == []
-    lookup.told(2, 2)
-    assert lookup.guess(9) == [7, 8, 2, 3], "twice as many as were right"
+    lookup.told(2, 1)
+    assert lookup.guess(9) == [7, 8, 2], "three times as many as were right"
     lookup.push(4)
-    assert lookup.guess(9) == [5, 9, 2, 3], "the longer run, 2 3 4, stood elsewhere"
+    assert lookup.guess(9) == [5, 9, 2], "the longer run, 2 3 4, stood elsewhere"
     lookup.push(6)
     assert lookup.guess(9) == []
     for _ in range(4):
