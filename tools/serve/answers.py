@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import secrets
 import time
 from collections.abc import Sequence
 from typing import Any
 
 from graphrt.models.generation import Piece
 from graphrt.models.sampling_logprobs import Logprobs
+from graphrt.tools.serve.ids import new_id
 from graphrt.tools.serve.scheduler import Text
 from graphrt.tools.serve.spelling import Spelling
 
@@ -21,7 +21,7 @@ CUT = ("length", "context")
 def head(kind: str, prefix: str, model: str, fingerprint: str) -> dict[str, Any]:
     """What every answer, and every piece of one, begins with."""
     return {
-        "id": f"{prefix}-{secrets.token_hex(12)}",
+        "id": new_id(f"{prefix}-"),
         "object": kind,
         "created": int(time.time()),
         "model": model,

@@ -7,7 +7,6 @@ import contextlib
 import hashlib
 import hmac
 import logging
-import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
@@ -20,6 +19,7 @@ from starlette.routing import Route
 
 from graphrt.errors import GraphrtError
 from graphrt.tools.serve.errors import ApiError, of_runtime
+from graphrt.tools.serve.ids import new_id
 from graphrt.tools.serve.openapi import Endpoint, Served, description
 from graphrt.tools.serve.origins import Origins
 from graphrt.tools.serve.routes_native import NativeRoutes
@@ -178,7 +178,7 @@ class _Door:
                 log.exception("%s %s failed", request.method, path)
                 response = ApiError("the server failed; its log says how", status=500).response()
             self._origins.let(origin, response)
-            response.headers["x-request-id"] = f"req_{secrets.token_hex(8)}"
+            response.headers["x-request-id"] = new_id("req_", 8)
             self.state.metrics.http.labels(path, response.status_code).inc()
             if path not in PUBLIC:
                 log.info("%s %s %d %.3f s", request.method, path, response.status_code, time.monotonic() - start)
