@@ -51,6 +51,8 @@ _SAMPLERS = {
 }
 #: Tokens of a completion that says no number, as OpenAI has it.
 COMPLETION_TOKENS = 16
+#: Tokens of a conversation that are counted, whatever the model takes.
+MOST_COUNTED = 1 << 20
 
 
 @dataclass
@@ -164,6 +166,18 @@ class Maker:
         several = bool(request.parallel_tool_calls)
         rules = self._rules(request, n, best, tool_calls.schema_of(*wanted, several=several))
         self._check_count(request.n or 1)
+        prompt = self.prompt_of(request)
+        template = self.model.chat_template
+        assert template is not None
+        # a text that follows a grammar is an answer from its first token on
+        reads = rules.is_free and request.reasoning_format != "none" and request.separate_reasoning is not False
+        marks = marks_of(template.source, prompt) if reads else PLAIN
+        cut = self._cut(request, n)
+        ids = cut.of(self.chat_ids(prompt, cut.limit))
+        return self._texts(request, ids, n, rules, key, _scored(request)), marks
+
+    def prompt_of(self, request: ChatRequest) -> str:
+        """A conversation that is asked about, by the model's template. Raises ApiError."""
         more = dict(request.chat_template_kwargs or {})
         if request.reasoning_effort is not None:
             more.setdefault("reasoning_effort", request.reasoning_effort)
@@ -174,15 +188,7 @@ class Maker:
         if request.echo and not goes_on:
             raise ApiError("echo tells the message that goes on: give continue_final_message too", param="echo")
         answers = not goes_on and request.add_generation_prompt is not False
-        prompt = self.rendered(request.messages, wanted[0], more, answers=answers, goes_on=goes_on)
-        template = self.model.chat_template
-        assert template is not None
-        # a text that follows a grammar is an answer from its first token on
-        reads = rules.is_free and request.reasoning_format != "none" and request.separate_reasoning is not False
-        marks = marks_of(template.source, prompt) if reads else PLAIN
-        cut = self._cut(request, n)
-        ids = cut.of(self.chat_ids(prompt, cut.limit))
-        return self._texts(request, ids, n, rules, key, _scored(request)), marks
+        return self.rendered(request.messages, tools_of(request)[0], more, answers=answers, goes_on=goes_on)
 
     def rendered(
         self,
