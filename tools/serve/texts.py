@@ -246,10 +246,10 @@ class Maker:
             return TextRules(
                 n, stop, request.stop_token_ids or (), never_ends, form.grammar, form.schema, best, form.regex,
                 least, bool(request.include_stop_str_in_output), request.skip_special_tokens is False,
+                request.allowed_token_ids, request.bad_words or (),
             )  # fmt: skip
         except SessionError as error:
-            place = next((name for said, name in _PLACES.items() if said in str(error)), None)
-            raise of_runtime(error, place or _rule_of(request)) from error
+            raise of_runtime(error, _rule_of(request, error)) from error
 
     def sampling(self, request: Generating) -> SamplerParams:
         """The parameters that a request asks for. Raises ApiError."""
@@ -294,7 +294,7 @@ class Maker:
                 with self._grammars:
                     sampler, pieces = self.model.new_text(params, rules)
             except SessionError as error:
-                raise of_runtime(error, _rule_of(request)) from error
+                raise of_runtime(error, _rule_of(request, error)) from error
             leader = found[0] if found else None
             most = request.speculative_n_max
             score = scored if leader is None else None
@@ -352,11 +352,20 @@ def _scored(request: Generating, echoed: int | None = None) -> int | None:
 
 
 #: What the runtime's sentences say -> the field that they are about.
-_PLACES = {"a stop must": "stop", "a stop id": "stop_token_ids", "got at least": "min_tokens"}
+_PLACES = {
+    "a stop must": "stop",
+    "a stop id": "stop_token_ids",
+    "got at least": "min_tokens",
+    "allowed ids must": "allowed_token_ids",
+    "a bad word": "bad_words",
+}
 
 
-def _rule_of(request: Generating) -> str | None:
-    """The field that a grammar's error is about."""
+def _rule_of(request: Generating, error: SessionError) -> str | None:
+    """The field that an error is about: what its sentence says, or a grammar's."""
+    place = next((name for said, name in _PLACES.items() if said in str(error)), None)
+    if place is not None:
+        return place
     form = form_of(request).field
     if form is not None:
         return form
