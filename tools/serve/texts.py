@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from graphrt.errors import ChatTemplateError, SessionError
@@ -59,7 +59,8 @@ MOST_COUNTED = 1 << 20
 class Maker:
     """Makes texts of requests. defaults: of the sampling parameters that a request leaves out; most: tokens of a text
     with its prompt; most_made: tokens that a text may be asked for, -1 for no limit; most_texts: of a request;
-    adapters: those of the model, None of one without any."""
+    adapters: those of the model, None of one without any; variables: what a template may read unless a request says
+    otherwise."""
 
     model: Model
     defaults: SamplerParams
@@ -67,6 +68,7 @@ class Maker:
     most_made: int = -1
     most_texts: int = 1024
     adapters: ServedAdapters | None = None
+    variables: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._grammars = threading.Lock()
@@ -204,7 +206,7 @@ class Maker:
         template = self.model.chat_template
         if template is None:
             raise ApiError("a conversation needs a chat template, this model has none; use /v1/completions")
-        variables = dict(more or {})
+        variables = {**self.variables, **(more or {})}
         if tools:
             variables["tools"] = [tool.model_dump(exclude_none=True) for tool in tools]
         try:
