@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 
 #: Numbers that are made at a time: one by one each costs three times as much.
 _BLOCK = 32
+LEFT_NONE = "allowed ids, bad words, the grammar and logit biases leave none"
 
 
 class Uniforms:
@@ -78,7 +79,7 @@ class Uniforms:
 
 
 class Matcher(Protocol):
-    """What of the vocabulary may come next, as a grammar has it."""
+    """What of the vocabulary may come next, as a grammar has it, or a list of tokens."""
 
     def mask(self) -> npt.NDArray[np.bool_]:
         """The tokens that may come: [tokens of the vocabulary]."""
@@ -207,8 +208,8 @@ class Sampler:
             mask = self.matcher.mask()[: len(values)]
             values = np.where(mask, values[: len(mask)], np.float32(-np.inf))
         if values is not logits and values.max() == -math.inf:
-            why = "logit biases" if self.matcher is None else "the grammar and logit biases"
-            raise SessionError(f"at least one token must be allowed, {why} leave none; allow more")
+            why = "logit biases leave none" if self.matcher is None else LEFT_NONE
+            raise SessionError(f"at least one token must be allowed, {why}; allow more")
         return values
 
     def _choose(self, values: npt.NDArray[np.float32], history: Sequence[int]) -> int:

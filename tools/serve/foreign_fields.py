@@ -36,7 +36,6 @@ USUAL: dict[str, tuple[Any, ...]] = {
     "early_stopping": (False,),
     "length_penalty": (1, 1.0),
     "documents": ([],),
-    "bad_words": ([],),
 }
 
 

@@ -28,7 +28,7 @@ from graphrt.tools.serve.schemas import (
 )
 from graphrt.tools.serve.spelling import Spelling
 from graphrt.tools.serve.state import State, json_response
-from graphrt.tools.serve.texts import fields_of
+from graphrt.tools.serve.texts import MOST_COUNTED, fields_of
 from graphrt.tools.serve.truncation import cut_of
 
 
@@ -94,7 +94,7 @@ class OtherRoutes:
                 goes_on=body.continue_final_message,
             )  # fmt: skip
             if body.add_special_tokens is None:
-                return state.model.rendered_tokens(text, _MOST_COUNTED)
+                return state.model.rendered_tokens(text, MOST_COUNTED)
             return tokenizer.encode(text, None if body.add_special_tokens else False, True)
 
         found = await state.aside(ids)
@@ -220,8 +220,6 @@ class OtherRoutes:
         return json_response(found)
 
 
-#: Tokens of a conversation that are counted, whatever the model takes.
-_MOST_COUNTED = 1 << 20
 #: Tokens of texts that are embedded between two steps.
 _AT_ONCE = 512
 

@@ -176,6 +176,8 @@ class Generating(Sampling):
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=INT32_MAX)] | None = None
     truncation_side: Literal["left", "right"] | None = None
     prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    allowed_token_ids: Ids | None = None
+    bad_words: Annotated[list[str], Field(max_length=MAX_TEXTS)] | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     guided_json: str | dict[str, Any] | None = None

@@ -227,3 +227,25 @@ def test_what_tells_of_the_server(http: httpx2.Client) -> None:
     (card,) = http.get("/v1/models").json()["data"]
     assert (card["id"], card["root"], card["parent"], card["aliases"]) == ("tiny", "tiny", None, ["tiny"])
     assert http.get("/ping").status_code == 200 and http.get("/version").json()["version"]
+
+
+@pytest.mark.parametrize("path", [CHATS, TEXTS])
+def test_tokens_that_may_come_and_words_that_may_not(http: httpx2.Client, path: str) -> None:
+    def ids(**more: Any) -> list[int]:
+        found: list[int] = made(http, path, return_token_ids=True, **more)["choices"][0]["token_ids"]
+        return found
+
+    free = ids()
+    some = sorted({*free[:2], *ids_of(http, "abc", special=False)})
+    assert set(ids(allowed_token_ids=some)) <= set(some) and set(ids(allowed_token_ids=some[:1])) == set(some[:1])
+    named = ids(allowed_token_ids=ids_of(http, "abc", special=False), regex="[a-z]+")
+    assert set(named) <= set(ids_of(http, "abc", special=False))
+    word = made(http, path, allowed_token_ids=ids_of(http, "abc", special=False))
+    text = word["choices"][0]["message"]["content"] if path == CHATS else word["choices"][0]["text"]
+    without = made(http, path, allowed_token_ids=ids_of(http, "abc", special=False), bad_words=[text[:2]])
+    said = without["choices"][0]["message"]["content"] if path == CHATS else without["choices"][0]["text"]
+    assert text[:2] in text and text[:2] not in said
+    n_vocab = http.get("/v1/models").json()["data"][0]["meta"]["n_vocab"]
+    for more in ({"allowed_token_ids": []}, {"allowed_token_ids": [n_vocab]}, {"bad_words": [""]}):
+        answer = http.post(path, json={**BODIES[path], **more})
+        assert answer.status_code == 400 and answer.json()["error"]["param"] == next(iter(more)), answer.text
