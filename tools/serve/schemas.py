@@ -302,15 +302,20 @@ class ChatRequest(Generating):
     safety_identifier: str | None = None
 
 
-class EmbeddingsRequest(Body):
+class Truncated(Body):
+    """vLLM's fields for texts that are too long."""
+
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=INT32_MAX)] | None = None
+    truncation_side: Literal["left", "right"] | None = None
+
+
+class EmbeddingsRequest(Truncated):
     """/v1/embeddings"""
 
     model: str | None = None
     input: Prompts
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: int | None = None
-    truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=INT32_MAX)] | None = None  # vLLM's, as the next one
-    truncation_side: Literal["left", "right"] | None = None
     user: str | None = None
 
 

@@ -300,7 +300,7 @@ def test_what_a_server_tells_of_itself(http: httpx2.Client, client: openai.OpenA
     ids = http.post("/tokenize", json={"content": f"{TEXT}é", "add_special": True}).json()["tokens"]
     assert http.post("/detokenize", json={"tokens": ids[1:]}).json()["content"] == f"{TEXT}é"
     for path, said in (
-        ("/v1/rerank", "gives vectors"), ("/api/chat", "Ollama"), ("/v1/messages/batches", "Anthropic"),
+        ("/classify", "gives vectors"), ("/api/chat", "Ollama"), ("/v1/messages/batches", "Anthropic"),
         ("/v1/audio/speech", "text alone"), ("/v1/responses/resp_1", "nothing is stored"), ("/nothing", "docs/"),
     ):  # fmt: skip
         answer = http.post(path, json={})
