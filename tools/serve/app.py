@@ -22,7 +22,8 @@ from graphrt.errors import GraphrtError
 from graphrt.tools.serve.errors import ApiError, of_runtime
 from graphrt.tools.serve.openapi import Endpoint, Served, description
 from graphrt.tools.serve.origins import Origins
-from graphrt.tools.serve.routes_messages import MessagesRoutes
+from graphrt.tools.serve.routes_count import CountRoutes
+from graphrt.tools.serve.routes_messages import MessagesRoute
 from graphrt.tools.serve.routes_native import NativeRoutes
 from graphrt.tools.serve.routes_other import OtherRoutes
 from graphrt.tools.serve.routes_rank import RankRoutes
@@ -53,7 +54,7 @@ _SHORT = {
     f"/v1/{name}": f"/{name}"
     for name in (
         *("chat/completions", "responses", "embeddings", "models", "models/{name:path}"),
-        *("rerank", "reranking", "score"),
+        *("rerank", "reranking", "score", "chat/completions/input_tokens"),
     )
 } | {"/completion": "/completions"}
 #: What anybody may ask for.
@@ -103,8 +104,8 @@ def application(
 def routes_of(state: State) -> list[Served]:
     """What there is, but for its description."""
     text, other, responses, native = TextRoutes(state), OtherRoutes(state), ResponsesRoute(state), NativeRoutes(state)
-    rank = RankRoutes(state)
-    anthropic, refused = MessagesRoutes(state), ApiError.anthropic_response
+    rank, count = RankRoutes(state), CountRoutes(state)
+    anthropic, refused = MessagesRoute(state), ApiError.anthropic_response
     return [
         Served("POST", "/v1/chat/completions", text.chat, "an answer to a conversation", ChatRequest),
         Served("POST", "/v1/completions", text.completions, "texts after prompts", CompletionRequest),
@@ -112,7 +113,9 @@ def routes_of(state: State) -> list[Served]:
         Served("POST", "/infill", native.infill, "a text between two others, in that form", InfillRequest),
         Served("POST", "/v1/responses", responses.responses, "an answer, in the newer form", ResponsesRequest),
         Served("POST", "/v1/messages", anthropic.messages, "an answer in Anthropic's form", MessagesRequest, refused),
-        Served("POST", "/v1/messages/count_tokens", anthropic.count, "its prompt's tokens", CountRequest, refused),
+        Served("POST", "/v1/messages/count_tokens", count.messages, "how many its prompt has", CountRequest, refused),
+        Served("POST", "/v1/responses/input_tokens", count.responses, "how many a prompt has", ResponsesRequest),
+        Served("POST", "/v1/chat/completions/input_tokens", count.chat, "how many a prompt has", ChatRequest),
         Served("POST", "/v1/embeddings", other.embeddings, "vectors of texts", EmbeddingsRequest),
         Served("POST", "/v1/rerank", rank.rerank, "texts by how well they answer a query", RerankRequest),
         Served("POST", "/v1/reranking", rank.rerank, "the same, by llama-server's name", RerankRequest),

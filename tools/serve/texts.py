@@ -249,6 +249,7 @@ class Maker:
                 n, stop, request.stop_token_ids or (), never_ends, form.grammar, form.schema, best, form.regex,
                 least, bool(request.include_stop_str_in_output), request.skip_special_tokens is False,
                 request.allowed_token_ids, request.bad_words or (),
+                isinstance(request, NativeGenerating) and bool(request.post_sampling_probs),
             )  # fmt: skip
         except SessionError as error:
             raise of_runtime(error, _rule_of(request, error)) from error
@@ -360,6 +361,7 @@ _PLACES = {
     "got at least": "min_tokens",
     "allowed ids must": "allowed_token_ids",
     "a bad word": "bad_words",
+    "after sampling": "post_sampling_probs",
 }
 
 
