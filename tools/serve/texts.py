@@ -181,8 +181,11 @@ class Maker:
     def prompt_of(self, request: ChatRequest) -> str:
         """A conversation that is asked about, by the model's template. Raises ApiError."""
         more = dict(request.chat_template_kwargs or {})
-        if request.reasoning_effort is not None:
-            more.setdefault("reasoning_effort", request.reasoning_effort)
+        effort = request.reasoning_effort or (request.reasoning.effort if request.reasoning is not None else None)
+        if effort is not None:
+            more.setdefault("reasoning_effort", effort)
+        if effort == "none":
+            more.setdefault("enable_thinking", False)
         goes_on = bool(request.continue_final_message)
         if goes_on and request.add_generation_prompt:
             raise ApiError("a message goes on or a new one begins: give one of add_generation_prompt and "
@@ -320,14 +323,20 @@ def tools_of(request: ChatRequest) -> tuple[list[Tool], str | None]:
         return allowed, "" if choice.allowed_tools.mode == "required" else None
     if isinstance(choice, NamedTool):
         return tools, _name(choice, tools, "function.name")
-    return tools, "" if choice == "required" else None
+    if choice in (None, "auto"):
+        return tools, None
+    return tools, "" if choice == "required" else _known_name(choice, tools, "tool_choice")
 
 
 def _name(choice: NamedTool, tools: Sequence[Tool], place: str) -> str:
+    return _known_name(choice.function.name, tools, f"tool_choice.{place}")
+
+
+def _known_name(name: str, tools: Sequence[Tool], place: str) -> str:
     """The name of a tool that there is. Raises ApiError."""
-    if choice.function.name not in [tool.function.name for tool in tools]:
-        raise ApiError("tool_choice must name tools that there are", param=f"tool_choice.{place}")
-    return choice.function.name
+    if name not in [tool.function.name for tool in tools]:
+        raise ApiError("tool_choice must name tools that there are, or be one of none, auto and required", param=place)
+    return name
 
 
 def fields_of(params: SamplerParams) -> dict[str, Any]:

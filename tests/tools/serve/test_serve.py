@@ -190,7 +190,7 @@ def test_texts_of_a_form(client: openai.OpenAI, http: httpx2.Client) -> None:
         assert re.fullmatch("(hello|sea){2}", text)
 
 
-@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "rain"}}])
+@pytest.mark.parametrize("choice", ["required", "rain", {"type": "function", "function": {"name": "rain"}}])
 def test_calls_of_tools(client: openai.OpenAI, http: httpx2.Client, choice: Any) -> None:
     asked: dict[str, Any] = {"model": "tiny", "messages": USER, "tools": [WEATHER], "tool_choice": choice}
     found = client.chat.completions.create(**asked, max_tokens=120).choices[0]
