@@ -19,7 +19,13 @@ import numpy.typing as npt
 
 from graphrt.errors import SessionError
 from graphrt.models.sampling_dry import Breakers, dry, dry_costs
-from graphrt.models.sampling_logprobs import Logprobs, check_best, logprobs_of, logprobs_of_drawn
+from graphrt.models.sampling_logprobs import (
+    Logprobs,
+    check_best,
+    logprobs_of,
+    logprobs_of_drawn,
+    logprobs_of_named,
+)
 from graphrt.models.sampling_mirostat import Mirostat
 from graphrt.models.sampling_params import SamplerParams as SamplerParams
 from graphrt.models.sampling_steps import (
@@ -98,7 +104,8 @@ class Sampler:
     through; breakers: what DRY's sequence breakers are in this vocabulary; biases: what is added to logits by id; best:
     how many likeliest tokens `logprobs` names beside the chosen one, None for no log-probabilities; late: tokens that
     are not drawn before `least` others, for which the host has to choose all of a text's; after: `logprobs` are those
-    of what a token is drawn from, once all samplers have changed it, not the model's own. seed: the seed in
+    of what a token is drawn from, once all samplers have changed it, not the model's own; named: the tokens that
+    `logprobs` names in place of the likeliest, none for these. seed: the seed in
     use, also when the parameters ask for a random one. uniforms: its random numbers; one a token, and one more before
     it where XTC is on. logprobs: of the latest choice, if asked for.
     """
@@ -114,11 +121,12 @@ class Sampler:
         late: Iterable[int] = (),
         least: int = 0,
         after: bool = False,
+        named: Iterable[int] = (),
     ) -> None:
         self.params = params or SamplerParams()
         self.seed = secrets.randbits(32) if self.params.seed == -1 else self.params.seed
         self.matcher, self.breakers = matcher, breakers
-        self.best, self.after = check_best(best), after
+        self.best, self.after, self._named = check_best(best), after, tuple(named)
         if after and self.params.mirostat:
             raise SessionError("what mirostat draws from is not told; leave out the log-probabilities after sampling")
         self.logprobs: Logprobs | None = None
@@ -201,11 +209,15 @@ class Sampler:
         token = self._choose(self._allowed(given), history)
         self._made += 1
         if self.best is not None:
-            changed = logprobs_of_drawn(self._drawn, token, self.best) if self.after else None
-            self.logprobs = changed or logprobs_of(given, token, self.best)
+            self.logprobs = self._logprobs(given, token, self.best)
         if self.matcher is not None:
             self.matcher.accept(token)
         return token
+
+    def _logprobs(self, logits: npt.NDArray[np.float32], token: int, best: int) -> Logprobs:
+        if self.after:
+            return logprobs_of_drawn(self._drawn, token, best)
+        return logprobs_of_named(logits, token, self._named) if self._named else logprobs_of(logits, token, best)
 
     def _allowed(self, logits: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
         """The logits with biases, and -inf for what a grammar forbids."""

@@ -3,6 +3,7 @@ token was drawn from."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -48,6 +49,15 @@ def logprobs_of(logits: npt.NDArray[np.float32], token: int, best: int) -> Logpr
     near = np.flatnonzero(logits >= np.partition(logits, len(found) - n)[len(found) - n])
     order = near[np.argsort(-logits[near], kind="stable")][:n]
     return Logprobs(float(found[token]), tuple((int(i), float(found[i])) for i in order))
+
+
+def logprobs_of_named(logits: npt.NDArray[np.float32], token: int, named: Iterable[int]) -> Logprobs:
+    """The same, with the tokens of these ids and the chosen one in place of the likeliest."""
+    ids = np.array(sorted({token, *named}))
+    own = logprobs_of(logits, token, 0).token
+    values = own + (logits[ids].astype(np.float64) - float(logits[token]))
+    order = np.argsort(-values, kind="stable")
+    return Logprobs(own, tuple((int(ids[i]), float(values[i])) for i in order))
 
 
 def logprobs_of_drawn(drawn: Candidates | None, token: int, best: int) -> Logprobs:

@@ -179,6 +179,7 @@ class Generating(Sampling):
     truncation_side: Literal["left", "right"] | None = None
     prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     allowed_token_ids: Ids | None = None
+    logprob_token_ids: Annotated[list[Id], Field(min_length=1, max_length=MAX_TEXTS)] | None = None
     bad_words: Annotated[list[str], Field(max_length=MAX_TEXTS)] | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None

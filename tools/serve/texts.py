@@ -148,11 +148,11 @@ class Maker:
         except SessionError as error:
             raise _too_long(error, "prompt") from error
 
-    def _known(self, ids: Sequence[Any]) -> list[int]:
+    def _known(self, ids: Sequence[Any], param: str = "prompt") -> list[int]:
         bad = next((i for i in ids if i >= self.model.network.hp.n_vocab), None)
         if bad is not None:
             raise ApiError(
-                f"a token id must be 0 to {self.model.network.hp.n_vocab - 1}, got {bad}; see /tokenize", param="prompt"
+                f"a token id must be 0 to {self.model.network.hp.n_vocab - 1}, got {bad}; see /tokenize", param=param
             )
         return list(ids)
 
@@ -252,10 +252,19 @@ class Maker:
                 n, stop, request.stop_token_ids or (), never_ends, form.grammar, form.schema, best, form.regex,
                 least, bool(request.include_stop_str_in_output), request.skip_special_tokens is False,
                 request.allowed_token_ids, request.bad_words or (),
-                isinstance(request, NativeGenerating) and bool(request.post_sampling_probs),
+                isinstance(request, NativeGenerating) and bool(request.post_sampling_probs), self._named(request, best),
             )  # fmt: skip
         except SessionError as error:
             raise of_runtime(error, _rule_of(request, error)) from error
+
+    def _named(self, request: Generating, best: int | None) -> list[int]:
+        """The tokens that log-probabilities are told of, none for the likeliest. Raises ApiError."""
+        if request.logprob_token_ids is None:
+            return []
+        if best is None:
+            raise ApiError("logprob_token_ids says of which tokens log-probabilities are told: give logprobs too",
+                           param="logprob_token_ids")  # fmt: skip
+        return self._known(request.logprob_token_ids, "logprob_token_ids")
 
     def sampling(self, request: Generating) -> SamplerParams:
         """The parameters that a request asks for. Raises ApiError."""
