@@ -69,7 +69,8 @@ class TextRules:
     """generate()'s keywords that say what a text may be and where it ends. least: tokens before which nothing but their
     number ends it; tells_stop: the stop text that ends it is told; special: control tokens are told; allowed: ids of
     the tokens that it may have, None for all; bad_words: texts that it must not have, as the tokens that they are
-    behind other text. Raises SessionError for those that can't be, or not together."""
+    behind other text; after: log-probabilities are those of what tokens are drawn from; named: they are told of these
+    tokens in place of the likeliest. Raises SessionError for those that can't be, or not together."""
 
     n: int
     stop: str | Iterable[str] = ()
@@ -84,6 +85,8 @@ class TextRules:
     special: bool = False
     allowed: Iterable[int] | None = None
     bad_words: Iterable[str] = ()
+    after: bool = False
+    named: Iterable[int] = ()
 
     def __post_init__(self) -> None:
         if isinstance(self.n, bool) or not isinstance(self.n, int) or self.n < -1:
@@ -131,8 +134,9 @@ class TextRules:
             only = None if self.allowed is None else allowed_ids(self.allowed, n_vocab)
             matcher = Permitted(n_vocab, only, spellings(self.bad_words, tokenizer), matcher)
         return Sampler(
-            params, never=never, matcher=matcher, breakers=breakers, best=self.logprobs, late=late, least=self.least
-        )
+            params, never=never, matcher=matcher, breakers=breakers, best=self.logprobs, late=late, least=self.least,
+            after=self.after, named=self.named,
+        )  # fmt: skip
 
 
 class StopFilter:

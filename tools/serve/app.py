@@ -22,9 +22,11 @@ from graphrt.tools.serve.errors import ApiError, of_runtime
 from graphrt.tools.serve.ids import new_id
 from graphrt.tools.serve.openapi import Endpoint, Served, description
 from graphrt.tools.serve.origins import Origins
-from graphrt.tools.serve.routes_messages import MessagesRoutes
+from graphrt.tools.serve.routes_count import CountRoutes
+from graphrt.tools.serve.routes_messages import MessagesRoute
 from graphrt.tools.serve.routes_native import NativeRoutes
 from graphrt.tools.serve.routes_other import OtherRoutes
+from graphrt.tools.serve.routes_rank import RankRoutes
 from graphrt.tools.serve.routes_responses import ResponsesRoute
 from graphrt.tools.serve.routes_text import TextRoutes
 from graphrt.tools.serve.schemas import (
@@ -38,6 +40,7 @@ from graphrt.tools.serve.schemas import (
 )
 from graphrt.tools.serve.schemas_messages import CountRequest, MessagesRequest
 from graphrt.tools.serve.schemas_native import InfillRequest, NativeRequest
+from graphrt.tools.serve.schemas_rank import RerankRequest, ScoreRequest
 from graphrt.tools.serve.schemas_responses import ResponsesRequest
 from graphrt.tools.serve.state import State, json_response
 
@@ -49,7 +52,10 @@ _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inl
 #: What is served without /v1 too, as llama-server has it, for clients that were given an address without it.
 _SHORT = {
     f"/v1/{name}": f"/{name}"
-    for name in ("chat/completions", "responses", "embeddings", "models", "models/{name:path}")
+    for name in (
+        *("chat/completions", "responses", "embeddings", "models", "models/{name:path}"),
+        *("rerank", "reranking", "score", "chat/completions/input_tokens"),
+    )
 } | {"/completion": "/completions"}
 #: What anybody may ask for.
 PUBLIC = {"/", "/health", "/v1/health", "/ping"}
@@ -98,7 +104,8 @@ def application(
 def routes_of(state: State) -> list[Served]:
     """What there is, but for its description."""
     text, other, responses, native = TextRoutes(state), OtherRoutes(state), ResponsesRoute(state), NativeRoutes(state)
-    anthropic, refused = MessagesRoutes(state), ApiError.anthropic_response
+    rank, count = RankRoutes(state), CountRoutes(state)
+    anthropic, refused = MessagesRoute(state), ApiError.anthropic_response
     return [
         Served("POST", "/v1/chat/completions", text.chat, "an answer to a conversation", ChatRequest),
         Served("POST", "/v1/completions", text.completions, "texts after prompts", CompletionRequest),
@@ -106,8 +113,14 @@ def routes_of(state: State) -> list[Served]:
         Served("POST", "/infill", native.infill, "a text between two others, in that form", InfillRequest),
         Served("POST", "/v1/responses", responses.responses, "an answer, in the newer form", ResponsesRequest),
         Served("POST", "/v1/messages", anthropic.messages, "an answer in Anthropic's form", MessagesRequest, refused),
-        Served("POST", "/v1/messages/count_tokens", anthropic.count, "its prompt's tokens", CountRequest, refused),
+        Served("POST", "/v1/messages/count_tokens", count.messages, "how many its prompt has", CountRequest, refused),
+        Served("POST", "/v1/responses/input_tokens", count.responses, "how many a prompt has", ResponsesRequest),
+        Served("POST", "/v1/chat/completions/input_tokens", count.chat, "how many a prompt has", ChatRequest),
         Served("POST", "/v1/embeddings", other.embeddings, "vectors of texts", EmbeddingsRequest),
+        Served("POST", "/v1/rerank", rank.rerank, "texts by how well they answer a query", RerankRequest),
+        Served("POST", "/v1/reranking", rank.rerank, "the same, by llama-server's name", RerankRequest),
+        Served("POST", "/v2/rerank", rank.rerank, "the same, by Cohere's name", RerankRequest),
+        Served("POST", "/v1/score", rank.score, "how well texts go with others", ScoreRequest),
         Served("GET", "/v1/models", other.models, "the model's names"),
         Served("GET", "/v1/models/{name:path}", other.model, "what is known of it"),
         Served("POST", "/tokenize", other.tokenize, "the tokens of a text", TokenizeRequest),
@@ -127,8 +140,7 @@ def routes_of(state: State) -> list[Served]:
 
 #: What other servers' APIs have at these paths, and below them, is not here -> what to do instead.
 _ELSEWHERE = {
-    ("rerank", "reranking", "score", "classify", "pooling"): "no model here ranks or sorts texts; /v1/embeddings gives "
-    "vectors to compare",
+    ("classify", "pooling"): "no model here sorts texts; /v1/embeddings gives vectors to compare, /rerank ranks texts",
     ("api",): "Ollama's own API is not here; give its client's OpenAI form the address of /v1",
     ("messages",): "of Anthropic's API there are /v1/messages and /v1/messages/count_tokens",
     ("audio", "images", "realtime"): "models read and write text alone",

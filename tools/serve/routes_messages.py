@@ -1,4 +1,4 @@
-"""/v1/messages and /v1/messages/count_tokens: Anthropic's form of a chat."""
+"""/v1/messages: Anthropic's form of a chat."""
 
 from __future__ import annotations
 
@@ -21,13 +21,12 @@ from graphrt.tools.serve.routes_text import reader_of
 from graphrt.tools.serve.said import Marks
 from graphrt.tools.serve.scheduler import Text
 from graphrt.tools.serve.schemas import ChatRequest
-from graphrt.tools.serve.schemas_messages import CountRequest, MessagesRequest
+from graphrt.tools.serve.schemas_messages import MessagesRequest
 from graphrt.tools.serve.state import State, events, json_response, key_of
-from graphrt.tools.serve.texts import MOST_COUNTED
 
 
-class MessagesRoutes:
-    """The routes."""
+class MessagesRoute:
+    """The route."""
 
     def __init__(self, state: State) -> None:
         self.state = state
@@ -52,14 +51,6 @@ class MessagesRoutes:
                 return json_response(await answer.whole(inbox))
         finally:
             leave()
-
-    async def count(self, request: Request) -> Response:
-        limits, maker = self.state.limits, self.state.generator()
-        body = await body_of(request, CountRequest, limits.max_body, limits.body_seconds)
-        self.state.check_model(body.model)
-        asked = as_chat(body)
-        n = await self.state.aside(lambda: len(maker.chat_ids(maker.prompt_of(asked), MOST_COUNTED)))
-        return json_response({"input_tokens": n})
 
 
 class Answer:

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field
 
 from graphrt.models.key_reader import INT32_MAX
-from graphrt.tools.serve.schemas import MAX_CHOICES, MAX_STOPS, MAX_TEXTS, Loose, Name, Sampling
+from graphrt.tools.serve.schemas import MAX_CHOICES, MAX_STOPS, MAX_TEXTS, Effort, Loose, Name, Sampling
 
 
 class Block(Loose):
@@ -65,7 +65,7 @@ class OutputFormat(Loose):
 
 
 class OutputConfig(Loose):
-    effort: Annotated[str, Field(max_length=64)] | None = None
+    effort: Effort | None = None
     format: OutputFormat | None = None
 
 

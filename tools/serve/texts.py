@@ -148,11 +148,11 @@ class Maker:
         except SessionError as error:
             raise _too_long(error, "prompt") from error
 
-    def _known(self, ids: Sequence[Any]) -> list[int]:
+    def _known(self, ids: Sequence[Any], param: str = "prompt") -> list[int]:
         bad = next((i for i in ids if i >= self.model.network.hp.n_vocab), None)
         if bad is not None:
             raise ApiError(
-                f"a token id must be 0 to {self.model.network.hp.n_vocab - 1}, got {bad}; see /tokenize", param="prompt"
+                f"a token id must be 0 to {self.model.network.hp.n_vocab - 1}, got {bad}; see /tokenize", param=param
             )
         return list(ids)
 
@@ -181,8 +181,11 @@ class Maker:
     def prompt_of(self, request: ChatRequest) -> str:
         """A conversation that is asked about, by the model's template. Raises ApiError."""
         more = dict(request.chat_template_kwargs or {})
-        if request.reasoning_effort is not None:
-            more.setdefault("reasoning_effort", request.reasoning_effort)
+        effort = request.reasoning_effort or (request.reasoning.effort if request.reasoning is not None else None)
+        if effort is not None:
+            more.setdefault("reasoning_effort", effort)
+        if effort == "none":
+            more.setdefault("enable_thinking", False)
         goes_on = bool(request.continue_final_message)
         if goes_on and request.add_generation_prompt:
             raise ApiError("a message goes on or a new one begins: give one of add_generation_prompt and "
@@ -249,9 +252,19 @@ class Maker:
                 n, stop, request.stop_token_ids or (), never_ends, form.grammar, form.schema, best, form.regex,
                 least, bool(request.include_stop_str_in_output), request.skip_special_tokens is False,
                 request.allowed_token_ids, request.bad_words or (),
+                isinstance(request, NativeGenerating) and bool(request.post_sampling_probs), self._named(request, best),
             )  # fmt: skip
         except SessionError as error:
             raise of_runtime(error, _rule_of(request, error)) from error
+
+    def _named(self, request: Generating, best: int | None) -> list[int]:
+        """The tokens that log-probabilities are told of, none for the likeliest. Raises ApiError."""
+        if request.logprob_token_ids is None:
+            return []
+        if best is None:
+            raise ApiError("logprob_token_ids says of which tokens log-probabilities are told: give logprobs too",
+                           param="logprob_token_ids")  # fmt: skip
+        return self._known(request.logprob_token_ids, "logprob_token_ids")
 
     def sampling(self, request: Generating) -> SamplerParams:
         """The parameters that a request asks for. Raises ApiError."""
@@ -319,14 +332,20 @@ def tools_of(request: ChatRequest) -> tuple[list[Tool], str | None]:
         return allowed, "" if choice.allowed_tools.mode == "required" else None
     if isinstance(choice, NamedTool):
         return tools, _name(choice, tools, "function.name")
-    return tools, "" if choice == "required" else None
+    if choice in (None, "auto"):
+        return tools, None
+    return tools, "" if choice == "required" else _known_name(choice, tools, "tool_choice")
 
 
 def _name(choice: NamedTool, tools: Sequence[Tool], place: str) -> str:
+    return _known_name(choice.function.name, tools, f"tool_choice.{place}")
+
+
+def _known_name(name: str, tools: Sequence[Tool], place: str) -> str:
     """The name of a tool that there is. Raises ApiError."""
-    if choice.function.name not in [tool.function.name for tool in tools]:
-        raise ApiError("tool_choice must name tools that there are", param=f"tool_choice.{place}")
-    return choice.function.name
+    if name not in [tool.function.name for tool in tools]:
+        raise ApiError("tool_choice must name tools that there are, or be one of none, auto and required", param=place)
+    return name
 
 
 def fields_of(params: SamplerParams) -> dict[str, Any]:
@@ -360,6 +379,7 @@ _PLACES = {
     "got at least": "min_tokens",
     "allowed ids must": "allowed_token_ids",
     "a bad word": "bad_words",
+    "after sampling": "post_sampling_probs",
 }
 
 

@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from graphrt.models.guesses import Drafts
     from graphrt.models.hparams import HParams
     from graphrt.models.model import Model
+    from graphrt.models.rerank import Ranker
     from graphrt.ranks import Ranks
     from graphrt.tools.serve.scheduler import Scheduler
     from graphrt.tools.serve.state import Embed, Embedder, State
@@ -299,7 +300,10 @@ def made_state(model: Model, args: argparse.Namespace, sampling: Any) -> State:
     embed = embed if leader is None else leader.embeds(embed)
     any_name = ANY_NAME in map(str.strip, (args.alias or "").split(","))
     embedders = embedders_of(args, names)
-    return State(model, names, worker, maker, metrics, limits, embed, embedders=embedders, any_name=any_name)
+    ranker = ranker_of(model, args) if leader is None else None
+    return State(
+        model, names, worker, maker, metrics, limits, embed, embedders=embedders, any_name=any_name, own_ranker=ranker
+    )
 
 
 def scheduler_of(model: Model, args: argparse.Namespace) -> Scheduler | None:
@@ -320,21 +324,30 @@ def embed_of(model: Model, args: argparse.Namespace) -> Embed:
     return lambda ids: model.embed(ids, args.pooling, n_batch=args.batch_size)
 
 
+def ranker_of(model: Model, args: argparse.Namespace) -> Ranker | None:
+    """What ranks texts by a model, None where it has no head for that."""
+    from graphrt.models.rerank import Ranker, has_head
+
+    return Ranker(model, args.batch_size) if has_head(model) else None
+
+
 def embedders_of(args: argparse.Namespace, taken: Sequence[str]) -> dict[str, Embedder]:
     """The model that --embedding-model names, by the names that requests may call it. Raises SessionError for one
     without a pooling, or of MODEL's name."""
     from graphrt.models.embed import check_pooling
+    from graphrt.models.rerank import has_head
     from graphrt.tools.serve.state import Embedder
 
     if not args.embedding_model:
         return {}
     asked = beside(args, args.embedding_model)
     model = load_model(asked, args.exact)
-    check_pooling(args.pooling, model.network.hp.pooling)
+    if not has_head(model):
+        check_pooling(args.pooling, model.network.hp.pooling)
     names = names_of(model, asked)
     if set(names) & set(taken):
         raise SessionError(f"models must have names of their own, both are called {names[-1]!r}; give MODEL an --alias")
-    return dict.fromkeys(names, Embedder(model, embed_of(model, args)))
+    return dict.fromkeys(names, Embedder(model, embed_of(model, args), ranker_of(model, args)))
 
 
 def names_of(model: Model, args: argparse.Namespace) -> list[str]:

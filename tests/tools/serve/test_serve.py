@@ -190,7 +190,7 @@ def test_texts_of_a_form(client: openai.OpenAI, http: httpx2.Client) -> None:
         assert re.fullmatch("(hello|sea){2}", text)
 
 
-@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "rain"}}])
+@pytest.mark.parametrize("choice", ["required", "rain", {"type": "function", "function": {"name": "rain"}}])
 def test_calls_of_tools(client: openai.OpenAI, http: httpx2.Client, choice: Any) -> None:
     asked: dict[str, Any] = {"model": "tiny", "messages": USER, "tools": [WEATHER], "tool_choice": choice}
     found = client.chat.completions.create(**asked, max_tokens=120).choices[0]
@@ -300,7 +300,7 @@ def test_what_a_server_tells_of_itself(http: httpx2.Client, client: openai.OpenA
     ids = http.post("/tokenize", json={"content": f"{TEXT}é", "add_special": True}).json()["tokens"]
     assert http.post("/detokenize", json={"tokens": ids[1:]}).json()["content"] == f"{TEXT}é"
     for path, said in (
-        ("/v1/rerank", "gives vectors"), ("/api/chat", "Ollama"), ("/v1/messages/batches", "Anthropic"),
+        ("/classify", "gives vectors"), ("/api/chat", "Ollama"), ("/v1/messages/batches", "Anthropic"),
         ("/v1/audio/speech", "text alone"), ("/v1/responses/resp_1", "nothing is stored"), ("/nothing", "docs/"),
     ):  # fmt: skip
         answer = http.post(path, json={})

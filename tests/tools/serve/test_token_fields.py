@@ -170,7 +170,8 @@ def test_a_message_that_goes_on_is_told_whole(http: httpx2.Client) -> None:
 
 def test_roles_are_the_templates_to_judge(http: httpx2.Client) -> None:
     talk = [{"role": "observation", "content": "wet"}]
-    assert made(http, CHATS, messages=talk)["choices"][0]["message"]["reasoning_content"] is None
+    message = made(http, CHATS, messages=talk)["choices"][0]["message"]
+    assert message["reasoning_content"] is None and message["reasoning"] is None
     assert "observation" in http.post("/apply-template", json={"messages": talk}).json()["prompt"]
 
 
@@ -249,3 +250,28 @@ def test_tokens_that_may_come_and_words_that_may_not(http: httpx2.Client, path: 
     for more in ({"allowed_token_ids": []}, {"allowed_token_ids": [n_vocab]}, {"bad_words": [""]}):
         answer = http.post(path, json={**BODIES[path], **more})
         assert answer.status_code == 400 and answer.json()["error"]["param"] == next(iter(more)), answer.text
+
+
+@pytest.mark.parametrize("path", [CHATS, TEXTS])
+def test_log_probabilities_of_named_tokens(http: httpx2.Client, path: str) -> None:
+    """Beside the chosen one, whatever is likelier; of the model's own distribution."""
+    chats = path == CHATS
+    asked: dict[str, Any] = {"logprobs": True, "top_logprobs": 20} if chats else {"logprobs": 20}
+    asked |= {"return_tokens_as_token_ids": True, "max_tokens": 2}
+
+    def told(**more: Any) -> list[dict[str, float]]:
+        found = made(http, path, **asked, **more)["choices"][0]["logprobs"]
+        if not chats:
+            return found["top_logprobs"]  # type: ignore[no-any-return]
+        return [{best["token"]: best["logprob"] for best in each["top_logprobs"]} for each in found["content"]]
+
+    best = told()
+    named = [int(name.partition(":")[2]) for name in (*list(best[0])[5:7], "token_id:3")]
+    found = told(logprob_token_ids=named)
+    assert len(best) == len(found) == 2
+    assert set(found[0]) == {next(iter(best[0])), *(f"token_id:{i}" for i in named)}
+    for name in set(found[0]) & set(best[0]):
+        assert found[0][name] == pytest.approx(best[0][name], abs=1e-6)
+    for more in ({"logprob_token_ids": [3]}, {**asked, "logprob_token_ids": [10**6]}):
+        answer = http.post(path, json={**BODIES[path], **more})
+        assert answer.status_code == 400 and answer.json()["error"]["param"] == "logprob_token_ids", answer.text
