@@ -110,6 +110,10 @@ class Cancelled(GraphrtError):
     """Whoever asked for a text has left."""
 
 
+class ServerEnds(GraphrtError):
+    """Before a text has."""
+
+
 @dataclass
 class Counts:
     """Since the beginning. looked_up_tokens: of prompts, that the cache was searched for; busy_texts: that were read

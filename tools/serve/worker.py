@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from graphrt.errors import RankError
+from graphrt.errors import GraphrtError, RankError
 from graphrt.tools.serve.inbox import Inbox, Out
 from graphrt.tools.serve.metrics import Metrics
 from graphrt.tools.serve.ranks import Leader, lost
@@ -115,11 +115,22 @@ class Worker:
         self.on_failed()
 
     def _refuse_all(self, error: RankError) -> None:
+        self._refuse_texts(error)
+        for _, found in self._others:
+            found.set_exception(error)
+
+    def _refuse_texts(self, error: GraphrtError) -> None:
         for text, inbox in self._inboxes.items():
             inbox.put(Event(text, None, error))
         self._inboxes.clear()
-        for _, found in self._others:
-            found.set_exception(error)
+
+    def refuse(self, error: GraphrtError) -> int:
+        """Ends all texts with this error. How many there were."""
+        texts = list(self._inboxes)
+        self._refuse_texts(error)
+        if self.scheduler is not None:
+            self._tell(self.scheduler.cancel, texts)
+        return len(texts)
 
     def _tell(self, command: Callable[[Text], None], texts: Sequence[Text]) -> None:
         with self._wake:

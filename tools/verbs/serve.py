@@ -151,6 +151,7 @@ def serve(args: argparse.Namespace, _: str = "") -> int:
     """Serves, or as one of several ranks that isn't the first does what that one does. The exit code."""
     from graphrt.tools.ranks.member import last_words
     from graphrt.tools.serve import run
+    from graphrt.tools.serve.logs import setup_logging
 
     ranks: Ranks | None = getattr(args, "as_ranks", None)
     sampling, keys, origins = sampler_params(args), api_keys(args), origins_of(args)
@@ -165,7 +166,7 @@ def serve(args: argparse.Namespace, _: str = "") -> int:
         host, port = listening.getsockname()[:2]
         address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         state = made_state(model, args, sampling)
-        run.setup_logging(as_json=args.log_json)
+        setup_logging(as_json=args.log_json)
         last_words.append(partial(_give_up, state))
         ready = getattr(args, "on_ready", lambda: None)
         with kept_prompts(state.worker.scheduler, ranks, args):
