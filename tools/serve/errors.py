@@ -10,7 +10,10 @@ from starlette.responses import JSONResponse
 
 from graphrt.errors import GraphrtError, RankError
 from graphrt.printing import brief
+from graphrt.tools.serve.scheduler import Cancelled, ServerEnds
 
+#: The status of a request whose client has left, as other servers log it.
+LEFT = 499
 _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 _ANTHROPIC_TYPES = _TYPES | {413: "request_too_large", 503: "overloaded_error"}
 
@@ -79,6 +82,10 @@ def of_runtime(error: GraphrtError, param: str | None = None) -> ApiError:
     if isinstance(error, RankError):  # but for this
         said = "all ranks of this server must answer, one has not, and they are started again; try again in a while"
         return ApiError(said, status=503, code="rank_lost", headers={"retry-after": "10"})
+    if isinstance(error, ServerEnds):
+        return ApiError(message, status=503, code="server_ends", headers={"retry-after": "10"})
+    if isinstance(error, Cancelled):  # nobody reads it, but it is counted
+        return ApiError(message, status=LEFT)
     return ApiError(message, param=param or _FIELDS.get(message.split(" ", 1)[0].rstrip(":,")))
 
 

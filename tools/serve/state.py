@@ -17,6 +17,7 @@ from graphrt.models.model import Model
 from graphrt.models.rerank import Ranker
 from graphrt.tools.serve.errors import ApiError, of_runtime
 from graphrt.tools.serve.inbox import Inbox
+from graphrt.tools.serve.logs import ASKED
 from graphrt.tools.serve.metrics import Metrics
 from graphrt.tools.serve.scheduler import Event, Text
 from graphrt.tools.serve.texts import Maker
@@ -131,7 +132,7 @@ class State:
     def submit(self, texts: Sequence[Text]) -> Inbox:
         """Raises ApiError where too many wait."""
         try:
-            return self.worker.submit(texts)
+            inbox = self.worker.submit(texts)
         except Busy:
             raise ApiError(
                 f"{self.limits.max_waiting} texts may wait for their turn, and so many do; try again later",
@@ -139,6 +140,8 @@ class State:
                 code="queue_full",
                 headers={"retry-after": "1"},
             ) from None
+        ASKED.get([]).extend(texts)
+        return inbox
 
 
 def _listed(names: Sequence[str]) -> str:

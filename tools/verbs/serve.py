@@ -117,7 +117,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--log-json", action="store_true", help="log lines are JSON objects")
     group.add_argument("--exact", action="store_true", help="only reference forms of the ops: slower, to compare with")
     add_fast_argument(parser)
-    kept = "keep what prompts begin with in this file between two servers: it is written when the server ends"
+    kept = (
+        "keep what prompts begin with in this file between two servers: it is written when nothing is asked for some "
+        "seconds, once a minute at most (not over several ranks), and when the server ends"
+    )
     group.add_argument("--prompt-cache", type=OutputFile, metavar="FILE", help=kept)
     limit = f"bytes of it at most, what was used last (default: {KEPT >> 30}G)"
     group.add_argument("--prompt-cache-size", type=size, default=KEPT, metavar="SIZE", help=limit)
@@ -171,6 +174,8 @@ def serve(args: argparse.Namespace, _: str = "") -> int:
     """Serves, or as one of several ranks that isn't the first does what that one does. The exit code."""
     from graphrt.tools.ranks.member import last_words
     from graphrt.tools.serve import run
+    from graphrt.tools.serve.kept_prompts import KeptPrompts
+    from graphrt.tools.serve.logs import setup_logging
 
     ranks: Ranks | None = getattr(args, "as_ranks", None)
     sampling, keys, origins = sampler_params(args), api_keys(args), origins_of(args)
@@ -185,10 +190,13 @@ def serve(args: argparse.Namespace, _: str = "") -> int:
         host, port = listening.getsockname()[:2]
         address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         state = made_state(model, args, sampling)
-        run.setup_logging(as_json=args.log_json)
+        setup_logging(as_json=args.log_json)
         last_words.append(partial(_give_up, state))
         ready = getattr(args, "on_ready", lambda: None)
         with kept_prompts(state.worker.scheduler, ranks, args):
+            if args.prompt_cache is not None and state.worker.scheduler is not None and ranks is None:
+                path = Path(args.prompt_cache)
+                state.worker.kept = KeptPrompts(state.worker.scheduler, path, args.prompt_cache_size)
             return run.run(state, keys, listening, address, args.shutdown_timeout, ready, origins)
 
 

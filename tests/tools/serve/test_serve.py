@@ -482,7 +482,10 @@ def test_keys_limits_and_the_end(guarded: Served) -> None:
     assert guarded.process.wait(60) == 0
     with pytest.raises(httpx2.TransportError):
         bare.get("/health")
-    assert all(json.loads(line)["level"] == "info" for line in guarded.log)
+    told = [json.loads(line) for line in guarded.log]
+    assert all(line["level"] == "info" for line in told)
+    (streamed,) = (line for line in told if line.get("tokens") == 400)
+    assert streamed["seconds"] > 0.05 and f"{streamed['prompt_tokens']} + 400 tokens" in streamed["message"]
 
 
 def test_an_old_llguidance_is_refused_at_once(
