@@ -25,6 +25,7 @@ from graphrt.tools.serve.logs import ASKED, RequestLine
 from graphrt.tools.serve.openapi import Endpoint, Served, description
 from graphrt.tools.serve.origins import Origins
 from graphrt.tools.serve.routes_count import CountRoutes
+from graphrt.tools.serve.routes_invocations import InvocationsRoute
 from graphrt.tools.serve.routes_messages import MessagesRoute
 from graphrt.tools.serve.routes_native import NativeRoutes
 from graphrt.tools.serve.routes_other import OtherRoutes
@@ -38,6 +39,7 @@ from graphrt.tools.serve.schemas import (
     CompletionRequest,
     DetokenizeRequest,
     EmbeddingsRequest,
+    Invocation,
     TemplateRequest,
     TokenizeRequest,
 )
@@ -108,6 +110,11 @@ def routes_of(state: State) -> list[Served]:
     """What there is, but for its description."""
     text, other, responses, native = TextRoutes(state), OtherRoutes(state), ResponsesRoute(state), NativeRoutes(state)
     rank, count = RankRoutes(state), CountRoutes(state)
+    invocations = InvocationsRoute(
+        state,
+        {"messages": text.chat, "prompt": text.completions, "input": other.embeddings, "query": rank.rerank}
+        | dict.fromkeys(("text_1", "queries", "data_1"), rank.score),
+    )
     anthropic, refused = MessagesRoute(state), ApiError.anthropic_response
     return [
         Served("POST", "/v1/chat/completions", text.chat, "an answer to a conversation", ChatRequest),
@@ -124,6 +131,7 @@ def routes_of(state: State) -> list[Served]:
         Served("POST", "/v1/reranking", rank.rerank, "the same, by llama-server's name", RerankRequest),
         Served("POST", "/v2/rerank", rank.rerank, "the same, by Cohere's name", RerankRequest),
         Served("POST", "/v1/score", rank.score, "how well texts go with others", ScoreRequest),
+        Served("POST", "/invocations", invocations.invoked, "one of these, by what fields a request has", Invocation),
         Served("GET", "/v1/models", other.models, "the model's names"),
         Served("GET", "/v1/models/{name:path}", other.model, "what is known of it"),
         Served("POST", "/tokenize", other.tokenize, "the tokens of a text", TokenizeRequest),
