@@ -86,7 +86,7 @@ def test_clients_that_stall_are_sent_away(guarded: Served) -> None:
     refused = b"POST /tokenize HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\n{"
     for sent, told in (b"POST /v1/comp", b""), (whole + b"POST /v1/comp", b"200 OK"), (refused, b"401 Unauthorized"):
         with socket.create_connection(there) as half:
-            half.settimeout(20)  # uvicorn ends connections on which nothing comes after 30
+            half.settimeout(20)  # uvicorn ends those on which nothing comes after 30
             half.sendall(sent)
             found = all_of(half)
             assert told in found and bool(told) == bool(found)
