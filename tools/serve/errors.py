@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 from starlette.responses import JSONResponse
 
 from graphrt.errors import GraphrtError, RankError
@@ -51,7 +52,7 @@ class ApiError(Exception):
 
 def of_validation(error: ValidationError) -> ApiError:
     """The first thing that is wrong with a body, by its place in it."""
-    first = error.errors(include_url=False, include_context=False)[0]
+    first = _most_telling(error.errors(include_url=False, include_context=False))
     if first["type"] == "json_invalid":
         return ApiError(f"a body must be JSON: {first['msg']}; send a JSON object", code="invalid_json")
     param = _place(first["loc"])
@@ -62,6 +63,13 @@ def of_validation(error: ValidationError) -> ApiError:
     else:
         said = f"{param or 'a body'}: {first['msg'].removeprefix('Value error, ')}, got {brief(first['input'])}"
     return ApiError(said, param=param or None, code=first["type"])
+
+
+def _most_telling(errors: Sequence[ErrorDetails]) -> ErrorDetails:
+    """The first error; of a field that may be of several types one that says more than that it isn't of the first."""
+    first = errors[0]
+    alike = (each for each in errors if each["loc"][:1] == first["loc"][:1]) if first["type"].endswith("_type") else ()
+    return next((each for each in alike if not each["type"].endswith("_type")), first)
 
 
 def _place(loc: Iterable[int | str]) -> str:

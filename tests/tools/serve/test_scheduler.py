@@ -161,11 +161,12 @@ def test_guesses_of_the_host_stop_where_they_do_not_pay(llama: Model) -> None:
         def guesses(self, n_texts: int) -> bool:
             return False
 
-    engine = PagedEngine(llama.decoder, llama.backends, OPTIONS, 4)
-    scheduler = Scheduler(engine, 3, pace=Never())
-    scheduler.add(text_of(llama, [5, 6, 7] * 8, 20, DRAWN, ignore_eos=True))
+    engine, text = PagedEngine(llama.decoder, llama.backends, OPTIONS, 4), text_of(llama, [5, 6, 7], 20, DRAWN)
+    wanted = alone(llama, text, DRAWN)
+    scheduler = Scheduler(engine, 3, Oracle([[*text.prompt, *wanted]]), Never())
+    scheduler.add(text)
     run(scheduler)
-    assert scheduler.counts.made_tokens == 20 and scheduler.counts.guesses == 0
+    assert made(text) == wanted and scheduler.counts.guesses == 0 and len(wanted) > 3
 
 
 #: What the device chooses each in its own way, beside each other.

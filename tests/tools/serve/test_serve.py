@@ -367,6 +367,15 @@ def test_what_is_wrong_is_told_by_its_field(http: httpx2.Client) -> None:
     assert is_quiet(http)
 
 
+def test_a_field_of_several_types_is_told_what_is_wrong_with_its_own(http: httpx2.Client) -> None:
+    for field, value, said in [
+        ("prompt", [], "at least 1 item"), ("prompt", [[]], "at least 1 item"), ("prompt", 5, "a valid string"),
+        ("stop", ["a"] * 5000, "at most"), ("stop", {"a": 1}, "a valid string"),
+    ]:  # fmt: skip
+        error = http.post(TEXTS, json={"prompt": TEXT, field: value}).json()["error"]
+        assert error["param"].startswith(field) and said in error["message"], (field, error)
+
+
 @pytest.mark.parametrize(
     "body",
     [b"", b"{", b"[]", b"\xff\xfe", b"null", b'{"prompt": NaN}', b'{"prompt": "\\ud800", "max_tokens": 1e999}',
