@@ -21,8 +21,8 @@ from graphrt.program import Program
 from graphrt.tensor import Tensor
 from graphrt.testing import CausalMask, dequantize
 from graphrt.tools import cli
-from graphrt.tools.bench import torch_sdpa as peers
 from graphrt.tools.bench import back_shapes, backward
+from graphrt.tools.bench import torch_sdpa as peers
 from graphrt.tools.bench.op_check import _told, check, expected_rows, sample
 from graphrt.tools.bench.op_inputs import Noise, build, n_nodes_for
 from graphrt.tools.bench.op_report import PeerTime, Report, Row, judge_marks, mean_of_llama, measured
