@@ -220,24 +220,38 @@ def _layer(hp: HParams, tensors: Mapping[str, TensorInfo], il: int, ranks: int) 
 def _heads(il: int, n_head: int, n_kv: int, ranks: int, step: int) -> tuple[tuple[Span, ...], tuple[Span, ...]]:
     """Heads of q and those of k and v that they read: whole groups where there are enough, else several ranks share a
     head of k and v, and each has a copy. step: heads of q that the type of attn_output keeps together."""
+    _check_heads(il, n_head, n_kv, ranks, step)
     group = n_head // n_kv
     if n_kv >= ranks:
         kv = _spans(f"the heads of k and v in layer {il}", n_kv, ranks, step // math.gcd(step, group))
         return tuple((first * group, stop * group) for first, stop in kv), kv
-    if ranks % n_kv:
-        raise ArchError(
-            f"the {n_kv} heads of k and v in layer {il} must be shared out evenly, as a divisor or a multiple of the "
-            f"ranks, or be more than these, got {ranks} ranks; use {n_kv} or {2 * n_kv}"
-        )
     each = ranks // n_kv
     inside = _spans(f"the {group} heads of q that read one head of k in layer {il}", group, each, step)
-    if n_kv > 1 and group % step:
-        raise ArchError(
-            f"attn_output's type keeps {step} heads together in layer {il}, and {group} heads of q read each of the "
-            f"{n_kv} heads of k: {ranks} ranks can't have parts of them; use {n_kv} ranks"
-        )
     heads = tuple((g * group + a, g * group + b) for g in range(n_kv) for a, b in inside)
     return heads, tuple((rank // each, rank // each + 1) for rank in range(ranks))
+
+
+def _check_heads(il: int, n_head: int, n_kv: int, ranks: int, step: int) -> None:
+    """Raises ArchError, with the nearest numbers of ranks that a layer's heads do for."""
+    if _shares_heads(n_head, n_kv, ranks, step):
+        return
+    fewer = max((n for n in range(1, ranks) if _shares_heads(n_head, n_kv, n, step)), default=1)
+    more = next((n for n in range(ranks + 1, n_head + 1) if _shares_heads(n_head, n_kv, n, step)), None)
+    kept = f", {step} of which the type of attn_output keeps together" if step > 1 else ""
+    use = " or ".join(str(n) for n in (fewer, more) if n is not None)
+    raise ArchError(
+        f"each of {ranks} ranks must have heads of attention, and as many others as share a head of k and v: layer "
+        f"{il} has {n_head} heads of q{kept}, and {n_kv} of k and v; use {use}"
+    )
+
+
+def _shares_heads(n_head: int, n_kv: int, ranks: int, step: int) -> bool:
+    """Whether each rank has whole groups of heads, or as many ranks as others an equal number of a group's."""
+    group = n_head // n_kv
+    if n_kv >= ranks:
+        return n_kv // (step // math.gcd(step, group)) >= ranks
+    whole = n_kv == 1 or group % step == 0  # else another group's heads would be needed
+    return ranks % n_kv == 0 and group // step >= ranks // n_kv and whole
 
 
 class _Cutter:
