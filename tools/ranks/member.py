@@ -168,6 +168,8 @@ def started(rank: int, size: int, folder: str, args: argparse.Namespace, generat
 
 def reason_of(error: BaseException) -> str:
     """For people: what ends a rank."""
+    if isinstance(error, MemoryError):
+        return "its host has no memory left for it; give it more, or cut the model over more ranks"
     known = isinstance(error, GraphrtError) and error.args
     return str(error.args[0]) if known else f"{type(error).__name__}: {error}"
 

@@ -145,8 +145,10 @@ def processes(monkeypatch: pytest.MonkeyPatch) -> list[Process]:
     ],
 )
 def test_what_no_rank_could_do_is_refused_while_they_start(
-    name: str, ranks: int, error: type[Exception], why: str, model: Path, processes: list[Process]
-) -> None:
+    name: str, ranks: int, error: type[Exception], why: str, model: Path, processes: list[Process],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(Job, "_watch", lambda *_: pytest.fail("they are waited for"))
     with pytest.raises(error, match=f"^(?!rank ).*{why}"):
         Job(Namespace(model=name or str(model), pp=1), ranks, lambda *_: 0, "").run()
     assert processes[0].ended[0] == "asked" and processes[1].ended[0] == "killed"
