@@ -21,8 +21,9 @@ from graphrt.errors import ArchError, GraphError, RankError, SessionError
 from graphrt.models import load
 from graphrt.models.gguf import GGUFFile
 from graphrt.models.model import Model
-from graphrt.models.ranks.plan import RankPlan, _heads
+from graphrt.models.ranks.plan import RankPlan
 from graphrt.models.ranks.share import Share, alibi_runs
+from graphrt.models.ranks.spans import heads_of
 from graphrt.models.ranks.weights import cut_bytes
 from graphrt.ops.collectives import COLLECTIVES
 from graphrt.ops.linked import linked
@@ -207,10 +208,10 @@ def test_heads_are_shared_out_or_numbers_that_do_are_named() -> None:
     sizes = [(group * n_kv, n_kv) for n_kv in range(1, 7) for group in range(1, 7)]
     for (n_head, n_kv), step, ranks in product(sizes, (1, 2, 4), range(2, 13)):
         try:
-            heads, kv = _heads(0, n_head, n_kv, ranks, step)
+            heads, kv = heads_of(0, n_head, n_kv, ranks, step)
         except ArchError as error:
             for near in str(error).rpartition("use ")[2].split(" or "):
-                assert near == "1" or _heads(0, n_head, n_kv, int(near), step)
+                assert near == "1" or heads_of(0, n_head, n_kv, int(near), step)
             continue
         assert [a for a, _ in heads] == [0, *(b for _, b in heads[:-1])] and heads[-1][1] == n_head
         group = n_head // n_kv
