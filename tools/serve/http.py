@@ -47,11 +47,11 @@ class Chunks:
         return f'{self._head},"choices":[{encoded(choice)}]{told}}}'
 
     def form(self, choice: Mapping[str, Any]) -> Callable[[str], str]:
-        """Makes pieces that differ by one text, which stands where this choice has HERE."""
-        before, after = self(choice).split(encoded(HERE))
+        """Makes pieces that differ by one text, which stands wherever this choice has HERE."""
+        parts = self(choice).split(encoded(HERE))
 
         def made(text: str) -> str:
-            return f"{before}{encoded(text)}{after}"
+            return encoded(text).join(parts)
 
         return made
 
