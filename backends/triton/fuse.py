@@ -22,7 +22,6 @@ from graphrt.backends.triton.kernels.flash_attn.launcher import (
     PANEL_APPEND,
 )
 from graphrt.backends.triton.kernels.latent import HEAD_PRODUCTS, LATENT_ROPE_CACHE
-from graphrt.backends.triton.kernels.overlapped import OVERLAPPED_SUM
 from graphrt.backends.triton.kernels.planned_norms import ADD_NORM, JOINED, NORM_MUL, NORM_MUL_ADD_NORM
 from graphrt.backends.triton.kernels.products.adapters import ADAPTERS
 from graphrt.backends.triton.kernels.products.lower import GATE_UP_GLU, MATMUL_ADD, OUT_PROD_ADD, PROJECTIONS
@@ -46,7 +45,6 @@ FUSIONS: tuple[Fusion, ...] = (
     TRAINED_PRODUCTS,
     GRADIENT_OF_X,
     GATE_UP_GLU,
-    OVERLAPPED_SUM,
     LONG_BLOCK_APPEND,
     ROTATED_PROJECTIONS,
     PROJECTIONS,

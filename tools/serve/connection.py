@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 from typing import Any
 
 import h11
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from graphrt.tools.serve.errors import ApiError
 from graphrt.tools.serve.http import WRITE
 
 #: Seconds without a word after which the system asks whether a client is still there, and between its questions.
 _IDLE, _BETWEEN = 60, 20
+#: Seconds that are waited for more of a body that nobody wants.
+_MORE = 5.0
 
 
 def limit_waiting(listening: socket.socket, seconds: float) -> None:
@@ -30,10 +34,10 @@ def limit_waiting(listening: socket.socket, seconds: float) -> None:
 
 
 class Connection(H11Protocol):
-    """uvicorn's, which would wait as long as the client likes for the rest of a request's head, and for that of a body
-    that was refused (413): such a body is read to its end and thrown away, since a client that still sends would lose
-    its answer if the connection ended. Each has `seconds`, a head from when the connection was made or from its first
-    byte.
+    """uvicorn's, which would wait as long as the client likes for the rest of a request's head, and would end a
+    connection while a body that was refused (413) still comes, so that the client loses the answer. Such a body is read
+    to its end and thrown away before the answer ends. Each has `seconds`, a head from when the connection was made or
+    from its first byte.
 
     A stream's pieces are written as chunks of HTTP/1.1 here (scope[WRITE]): by ASGI each would pass four coroutines and
     h11's state, which it does not change."""
@@ -48,7 +52,8 @@ class Connection(H11Protocol):
         async def told(scope: Scope, receive: Receive, send: Send) -> None:
             if scope["type"] == "http" and scope["http_version"] == "1.1" and scope["method"] != "HEAD":
                 scope[WRITE] = self._write
-            await app(scope, receive, send)
+            still_comes = self.conn.their_state is h11.SEND_BODY
+            await app(scope, receive, self._behind_the_body(receive, send) if still_comes else send)
 
         self.app = told
 
@@ -59,6 +64,37 @@ class Connection(H11Protocol):
             return False
         self.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
         return True
+
+    def _behind_the_body(self, receive: Receive, send: Send) -> Send:
+        """send() of a request whose body still comes: an answer that doesn't wait for it ends once it has come."""
+
+        async def sent(message: Message) -> None:
+            ends = message["type"] == "http.response.body" and not message.get("more_body")
+            if not ends or self.conn.their_state is not h11.SEND_BODY:
+                await send(message)
+                return
+            await send({**message, "more_body": True})
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(_read_out(receive, min(_MORE, self.seconds)), self.seconds)
+            await send({"type": "http.response.body"})
+            if self.conn.their_state is h11.SEND_BODY:
+                self.transport.abort()
+
+        return sent
+
+    def _should_upgrade(self) -> bool:
+        """To another protocol: there is none, and a client may go on with this one."""
+        return False
+
+    def send_400_response(self, msg: str) -> None:
+        """What is no HTTP is told so in the form of all errors, unless an answer has begun."""
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            answer = ApiError("what was sent is no request of HTTP/1.1; use an HTTP client").response()
+            headers = [*answer.raw_headers, (b"connection", b"close")]
+            told = h11.Response(status_code=400, headers=headers, reason=b"Bad Request")
+            for event in told, h11.Data(data=bytes(answer.body)), h11.EndOfMessage():
+                self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -77,10 +113,10 @@ class Connection(H11Protocol):
         super().connection_lost(exc)
 
     def _look(self) -> None:
-        """Whether something is waited for that may never come, and uvicorn doesn't look at the time."""
-        head = self.conn.their_state is h11.IDLE and self.timeout_keep_alive_task is None
-        refused = self.conn.their_state is h11.SEND_BODY and self.conn.our_state is h11.DONE
-        if not (head or refused) or self.transport.is_closing():
+        """Whether a head is waited for that may never come, and uvicorn doesn't look at the time."""
+        begun = self.timeout_keep_alive_task is None or self.conn.trailing_data[0]
+        head = self.conn.their_state is h11.IDLE and begun
+        if not head or self.transport.is_closing():
             self._stop_waiting()
         elif self._late is None:
             self._late = self.loop.call_later(self.seconds, self.transport.abort)
@@ -89,6 +125,14 @@ class Connection(H11Protocol):
         if self._late is not None:
             self._late.cancel()
             self._late = None
+
+
+async def _read_out(receive: Receive, seconds: float) -> None:
+    """Reads the rest of a body. Raises TimeoutError where nothing comes for so long."""
+    more = True
+    while more:
+        message = await asyncio.wait_for(receive(), seconds)
+        more = message["type"] == "http.request" and message.get("more_body", False)
 
 
 def connections(seconds: float) -> type[Connection]:
