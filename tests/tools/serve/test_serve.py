@@ -198,6 +198,7 @@ def test_calls_of_tools(client: openai.OpenAI, http: httpx2.Client, choice: Any)
     call = found.message.tool_calls[0]
     assert call.function.name == "rain" and json.loads(call.function.arguments)["a"] in ("t", "he")
     deltas = [chunk.choices[0].delta for chunk in client.chat.completions.create(**asked, max_tokens=120, stream=True)]
+    assert not any(delta.content is not None for delta in deltas)
     (name, *arguments), first = [call for delta in deltas for call in delta.tool_calls or ()], deltas[0]
     assert first.role == "assistant" and not any(delta.content for delta in deltas)
     assert (name.index, name.id[:5], name.type, name.function.name) == (0, "call_", "function", "rain")
