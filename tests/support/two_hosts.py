@@ -26,8 +26,9 @@ from pathlib import Path
 from typing import Any
 
 #: Seconds that a frame is late on a slow link; looks of the watch; seconds that anything may take at most, and
-#: that torch's agent has to end by itself after its rank.
-LATE, LOOKS, MOST, AGENT = 0.01, 3, 60, 2
+#: that torch's agent has to end by itself after its rank: over a broken link it waits for the other host's for minutes.
+LATE, LOOKS, MOST = 0.01, 3, 60
+AGENT = {"slow": 20, "broken": 2}
 #: Linux's names of what Python's socket module lacks: frames come with the kernel's notes on checksums and sizes.
 SOL_PACKET, PACKET_VNET_HDR = 263, 15
 PORT = 29571
@@ -124,7 +125,7 @@ def main(how: str, model: str) -> None:
     found = []
     for i, job in enumerate(jobs):
         try:
-            code: int | None = job.wait(AGENT)
+            code: int | None = job.wait(AGENT[how])
         except subprocess.TimeoutExpired:  # torch's agent, which waits for the other host's for minutes
             code = None
             job.kill()
