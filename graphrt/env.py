@@ -9,20 +9,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Variable:
-    """name: of the variable; flag: of the command line; metavar: of its value; meaning, default: in words. on_trial: it
-    asks for a form that is not the default before it has been measured, and goes when that is decided."""
+    """name: of the variable; flag: of the command line; metavar: of its value; meaning, default: in words."""
 
     name: str
     flag: str
     metavar: str
     meaning: str
     default: str
-    on_trial: bool = False
-
-    @property
-    def said(self) -> str:
-        """The meaning, as help and documents have it."""
-        return f"on trial: {self.meaning}" if self.on_trial else self.meaning
 
     def get(self) -> str | None:
         """Its value, None where it is not set or empty."""
@@ -40,16 +33,6 @@ KEEP_WEIGHTS = Variable(
     "GRAPHRT_KEEP_WEIGHTS", "--keep-weights", "SIZE",
     "weights that a step of training may keep in f16 on the GPU, such as 16G, 0 for none", "0",
 )  # fmt: skip
-OVERLAP = Variable(
-    "GRAPHRT_OVERLAP", "--overlap", "BANDS",
-    "bands of tokens in which a prompt's products before a sum over ranks are made, so that the sum of one is under "
-    "way while the next is multiplied, such as 4, 0 for none", "0", on_trial=True,
-)  # fmt: skip
-SUM_BITS = Variable(
-    "GRAPHRT_SUM_BITS", "--sum-bits", "BITS",
-    "bits of an element of what GPUs of one host write to each other of a step of many rows, 32 or 16 (beside a scale "
-    "of 32 elements)", "32", on_trial=True,
-)  # fmt: skip
 KERNEL_CACHE = Variable(
     "GRAPHRT_KERNEL_CACHE", "--kernel-cache", "FOLDER", "folder of compiled CPU kernels, 0 for none",
     "kernels in the folder above",
@@ -62,14 +45,14 @@ def cache_folder(name: str) -> str | None:
     return None if folder is None else os.path.join(folder, name)
 
 
-VARIABLES = (CACHE, FUSE, KEEP_WEIGHTS, KERNEL_CACHE, OVERLAP, SUM_BITS)
+VARIABLES = (CACHE, FUSE, KEEP_WEIGHTS, KERNEL_CACHE)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flag of each variable."""
     group = parser.add_argument_group("settings that the environment may give too")
     for v in VARIABLES:
-        group.add_argument(v.flag, dest=v.name, metavar=v.metavar, help=f"{v.said} ({v.name}; default: {v.default})")
+        group.add_argument(v.flag, dest=v.name, metavar=v.metavar, help=f"{v.meaning} ({v.name}; default: {v.default})")
 
 
 def apply(args: argparse.Namespace) -> None:
@@ -82,4 +65,4 @@ def apply(args: argparse.Namespace) -> None:
 
 def table() -> list[tuple[str, str, str, str]]:
     """Rows of name, flag, meaning and default."""
-    return [(v.name, f"{v.flag} {v.metavar}", v.said, v.default) for v in VARIABLES]
+    return [(v.name, f"{v.flag} {v.metavar}", v.meaning, v.default) for v in VARIABLES]

@@ -4,7 +4,6 @@ Each rank has slots that all others can write, and a table of all ranks' slots b
 the number of the round that it was written in, in one word of 64 bits: whoever reads a word with the number of its own
 round has the value, so that there is neither a flag to wait for nor a fence. Where many rows are told, half of the
 bytes count more than a wait: those rows travel as plain f32, and behind each a flag, the number of its round.
-There an element may have 16 bits beside a scale of 32 elements, where all ranks are asked for that (--sum-bits).
 backends/triton/kernels/joined.py and joined_flags.py are what writes and reads them; tests/support/joined_protocol.py
 goes through all orders in which that can happen. Numbers of rounds begin anew after 2**31 - 2: a word that nobody wrote
 in all that time would be believed.
@@ -18,10 +17,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     import torch
-
-
-from graphrt.env import SUM_BITS
-from graphrt.errors import RankError
 
 
 class Members(Protocol):
@@ -45,7 +40,7 @@ class Peers:
     """slots: this rank's, i64 [words(size)]: of odd and even rounds, for each row what each rank has written, as words
     [2, ROWS, size, LONGEST], behind them as plain f32 of that shape, and then the flags, i32 [2, ROWS, size]; table:
     addresses of all ranks' slots, i64 [size]; rounds: how many each row has had, i32 [ROWS, SPLITS], which each of its
-    programs counts for itself. hold: what must live as long. bits: of an element of rows that have flags, 32 or 16."""
+    programs counts for itself. hold: what must live as long."""
 
     rank: int
     size: int
@@ -53,7 +48,6 @@ class Peers:
     table: torch.Tensor
     rounds: torch.Tensor
     hold: Any = None
-    bits: int = 32
 
 
 def words(size: int) -> int:
@@ -69,30 +63,18 @@ def words_of_rows(size: int) -> int:
 
 def shared_by(ranks: Members) -> Peers | str:
     """The memory that these ranks share, each with a GPU of its own, torch's current device; or, on all of them, a
-    sentence why there is none. All of them ask at once. Raises RankError where one is lost, or asked for other bits."""
+    sentence why there is none. All of them ask at once. Raises RankError where one is lost."""
     import torch
 
     own = torch.cuda.current_device()
-    said: list[tuple[str, int, str]] = ranks.everyones((socket.gethostname(), own, SUM_BITS.get() or "32"))
-    bits = bits_of([each for *_, each in said])
-    places = [(host, number) for host, number, _ in said]
+    places: list[tuple[str, int]] = ranks.everyones((socket.gethostname(), own))
     reasons: list[str] = [reason for reason in ranks.everyones(_why_not(places, own)) if reason]
     if reasons:
         return reasons[0]
-    made: Peers | str = _made(ranks, bits)
+    made: Peers | str = _made(ranks)
     # Zeros must be there before another rank writes, and all ranks must have what they write to.
     failed: list[str] = [each for each in ranks.everyones(made if isinstance(made, str) else "") if each]
     return failed[0] if failed else made
-
-
-def bits_of(everyones: list[str]) -> int:
-    """What all ranks were asked for. Raises RankError for what can't be, and where they differ."""
-    if len(set(everyones)) > 1 or everyones[0] not in ("32", "16"):
-        raise RankError(
-            f"{SUM_BITS.flag} ({SUM_BITS.name}) must be 32 or 16 and one for all ranks, got "
-            f"{[each[:40] for each in everyones]}, rank by rank; give all 32, say"
-        )
-    return int(everyones[0])
 
 
 def _why_not(places: list[tuple[str, int]], own: int) -> str:
@@ -110,7 +92,7 @@ def _why_not(places: list[tuple[str, int]], own: int) -> str:
     return f"GPU {own} can't reach the memory of GPU {alone[0]}" if alone else ""
 
 
-def _made(ranks: Members, bits: int) -> Peers | str:
+def _made(ranks: Members) -> Peers | str:
     import torch
     import torch.distributed as dist
     import torch.distributed._symmetric_memory as symmetric
@@ -127,4 +109,4 @@ def _made(ranks: Members, bits: int) -> Peers | str:
         first = str(error).strip().partition("\n")[0][:200]
         return f"torch's symmetric memory is not to be had ({first or type(error).__name__})"
     rounds = torch.zeros(ROWS, SPLITS, dtype=torch.int32, device=slots.device)
-    return Peers(ranks.rank, ranks.size, slots, table, rounds, handle, bits)
+    return Peers(ranks.rank, ranks.size, slots, table, rounds, handle)

@@ -102,9 +102,7 @@ class LaunchInfo:
     name: the kernel's, or the library function's; grid: programs, None for a call of a library; warps: of a program;
     constants: what the kernel is compiled with; helper: it only prepares or finishes what the step's other launches do;
     uses: all memory that it touches. starts_early: it may begin before the launch before it has ended; waits: it waits
-    for that one then; lets_go_early: it lets the next one begin before it has waited itself. beside: what it begins
-    goes on beside the launches after it, until one that joins, one such work after the other; joins: it waits for all
-    of these.
+    for that one then; lets_go_early: it lets the next one begin before it has waited itself.
     """
 
     name: str
@@ -116,8 +114,6 @@ class LaunchInfo:
     starts_early: bool = False
     waits: bool = True
     lets_go_early: bool = False
-    beside: bool = False
-    joins: bool = False
 
 
 class TilePart(Protocol):

@@ -63,12 +63,19 @@ class Ranks:
         """The sum over all ranks, in their order, in the part's type. Raises RankError."""
         if part.numel() * part.element_size() <= ONE_SHOT:
             return in_order(self.gathered(part, [part.shape[-1]] * self.size))
-        return self.sum_begun(part).there()
+        import torch
+        import torch.distributed as dist
 
-    def sum_begun(self, part: torch.Tensor) -> RankSum:
-        """The same by pieces, under way between CPUs while this rank does something else. Ranks begin, go on with and
-        wait for sums in one order. Raises RankError."""
-        return RankSum(self, part)
+        flat = part.reshape(-1)
+        n = -(-flat.numel() // self.size)
+        missing = n * self.size - flat.numel()
+        padded = (torch.nn.functional.pad(flat, (0, missing)) if missing else flat).contiguous()
+        pieces, whole = torch.empty_like(padded), torch.empty_like(padded)
+        with _told():
+            dist.all_to_all_single(pieces, padded, group=self.group)  # each rank's part of this rank's piece
+            mine = in_order(list(pieces.view(self.size, n)))
+            dist.all_gather(list(whole.view(self.size, n)), mine, group=self.group)
+        return whole[: flat.numel()].view(part.shape)
 
     def into(self, parts: torch.Tensor, own: torch.Tensor) -> None:
         """Every rank's elements in their order, parts: [size, n], own: [n]; queued where these lie on a GPU, and
@@ -126,47 +133,6 @@ class Ranks:
         with _told():
             dist.all_gather_object(found, value, group=self.group)
         return found
-
-
-class RankSum:
-    """A sum over all ranks that is under way: each adds up a piece, and pieces are handed on. The part may not change
-    until the sum is there."""
-
-    def __init__(self, ranks: Ranks, part: torch.Tensor) -> None:
-        import torch
-        import torch.distributed as dist
-
-        self._ranks, self._shape, self._n = ranks, part.shape, part.numel()
-        n = -(-self._n // ranks.size)
-        flat, missing = part.reshape(-1), n * ranks.size - self._n
-        self._part = (torch.nn.functional.pad(flat, (0, missing)) if missing else flat).contiguous()
-        self._pieces = torch.empty_like(self._part)
-        self._whole: torch.Tensor | None = None
-        with _told():  # each rank's part of this rank's piece
-            self._work = dist.all_to_all_single(self._pieces, self._part, group=ranks.group, async_op=True)
-
-    def go_on(self) -> None:
-        """Waits until this rank has all parts of its piece, adds them up and begins to hand the sum on; nothing where
-        that was done before. Raises RankError."""
-        import torch
-        import torch.distributed as dist
-
-        if self._whole is not None:
-            return
-        size, group = self._ranks.size, self._ranks.group
-        with _told():
-            self._work.wait()
-            self._mine = in_order(list(self._pieces.view(size, -1)))
-            self._whole = torch.empty_like(self._part)
-            self._work = dist.all_gather(list(self._whole.view(size, -1)), self._mine, group=group, async_op=True)
-
-    def there(self) -> torch.Tensor:
-        """The sum, waited for. Raises RankError."""
-        self.go_on()
-        assert self._whole is not None
-        with _told():
-            self._work.wait()
-        return self._whole[: self._n].view(self._shape)
 
 
 def in_order(parts: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from graphrt.errors import SessionError
+from graphrt.models.permitted import Permitted, allowed_ids, spellings
 from graphrt.models.sampling import Matcher, Sampler
 from graphrt.models.sampling_dry import Breakers, breakers_of
 from graphrt.models.sampling_logprobs import Logprobs
@@ -66,8 +67,10 @@ def _ids(ids: object, n_vocab: int) -> list[int]:
 @dataclass(frozen=True)
 class TextRules:
     """generate()'s keywords that say what a text may be and where it ends. least: tokens before which nothing but their
-    number ends it; tells_stop: the stop text that ends it is told; special: control tokens are told. Raises
-    SessionError for those that can't be, or not together."""
+    number ends it; tells_stop: the stop text that ends it is told; special: control tokens are told; allowed: ids of
+    the tokens that it may have, None for all; bad_words: texts that it must not have, as the tokens that they are
+    behind other text; after: log-probabilities are those of what tokens are drawn from; named: they are told of these
+    tokens in place of the likeliest. Raises SessionError for those that can't be, or not together."""
 
     n: int
     stop: str | Iterable[str] = ()
@@ -80,6 +83,10 @@ class TextRules:
     least: int = 0
     tells_stop: bool = False
     special: bool = False
+    allowed: Iterable[int] | None = None
+    bad_words: Iterable[str] = ()
+    after: bool = False
+    named: Iterable[int] = ()
 
     def __post_init__(self) -> None:
         if isinstance(self.n, bool) or not isinstance(self.n, int) or self.n < -1:
@@ -115,7 +122,7 @@ class TextRules:
 
     def sampler(self, tokenizer: Tokenizer, n_vocab: int, params: SamplerParams, matcher: Matcher | None) -> Sampler:
         """What chooses a new text's tokens. n_vocab: how many logits there are; matcher: what a grammar lets through.
-        Raises SessionError for a bias of an unknown token."""
+        Raises SessionError for a bias of an unknown token, and as allowed_ids() and spellings() do."""
         unknown = next((token for token in params.biases if token >= n_vocab), None)
         if unknown is not None:
             raise SessionError(f"logit_bias must name token ids, 0 to {n_vocab - 1}, got {unknown}")
@@ -123,9 +130,13 @@ class TextRules:
         breakers = breakers_of(tokenizer, params.dry_sequence_breaker) if dry else Breakers({})
         never = tokenizer.eog_ids if self.ignore_eos else ()
         late = Stops(tokenizer, self.stop, self.stop_ids).ids | tokenizer.eog_ids if self.least else ()
+        if self.allowed is not None or self.bad_words:
+            only = None if self.allowed is None else allowed_ids(self.allowed, n_vocab)
+            matcher = Permitted(n_vocab, only, spellings(self.bad_words, tokenizer), matcher)
         return Sampler(
-            params, never=never, matcher=matcher, breakers=breakers, best=self.logprobs, late=late, least=self.least
-        )
+            params, never=never, matcher=matcher, breakers=breakers, best=self.logprobs, late=late, least=self.least,
+            after=self.after, named=self.named,
+        )  # fmt: skip
 
 
 class StopFilter:

@@ -16,6 +16,9 @@ from typing import Any, Protocol
 #: Guesses are left out for so many tokens when the latest so many were all wrong; then for twice as many, and so on up
 #: to the most.
 PATIENCE, PAUSE, LONGEST_PAUSE = 4, 16, 256
+#: How many times longer a guess is than what was right of the last one. (Steps of the load "summary" of bench serve,
+#: up to 15 tokens guessed, counted as a GPU's server queues them: 83 by 2, 74 by 3 and 73 by 4.)
+GROWTH = 3
 #: Steps that are looked at with guesses and as many without; those at the beginning of either that don't count; and
 #: steps after that until both are looked at again.
 LOOKED_AT, UNSETTLED, SETTLED = 32, 4, 512
@@ -28,7 +31,8 @@ MOST_ROWS = 96
 class Guesser(ABC):
     """Guesses of one text. most: tokens of a guess.
 
-    A guess is twice as long as what was right of the last one, at least 2 tokens, so that little is read in vain.
+    A guess is GROWTH times as long as what was right of the last one, at least 2 tokens, so that little is read in
+    vain.
     """
 
     #: What makes the guesses of several texts together, None where each makes its own.
@@ -64,7 +68,7 @@ class Guesser(ABC):
 
     def told(self, guessed: int, right: int) -> None:
         """So many tokens of a guess were the text's own."""
-        self._size = max(2, min(self.most, 2 * right)) if self.most > 1 else 1
+        self._size = max(2, min(self.most, GROWTH * right)) if self.most > 1 else 1
         if right:
             self._wrong, self._pause = 0, PAUSE
             return

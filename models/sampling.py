@@ -19,7 +19,13 @@ import numpy.typing as npt
 
 from graphrt.errors import SessionError
 from graphrt.models.sampling_dry import Breakers, dry, dry_costs
-from graphrt.models.sampling_logprobs import Logprobs, check_best, logprobs_of
+from graphrt.models.sampling_logprobs import (
+    Logprobs,
+    check_best,
+    logprobs_of,
+    logprobs_of_drawn,
+    logprobs_of_named,
+)
 from graphrt.models.sampling_mirostat import Mirostat
 from graphrt.models.sampling_params import SamplerParams as SamplerParams
 from graphrt.models.sampling_steps import (
@@ -46,6 +52,7 @@ if TYPE_CHECKING:
 
 #: Numbers that are made at a time: one by one each costs three times as much.
 _BLOCK = 32
+LEFT_NONE = "allowed ids, bad words, the grammar and logit biases leave none"
 
 
 class Uniforms:
@@ -78,7 +85,7 @@ class Uniforms:
 
 
 class Matcher(Protocol):
-    """What of the vocabulary may come next, as a grammar has it."""
+    """What of the vocabulary may come next, as a grammar has it, or a list of tokens."""
 
     def mask(self) -> npt.NDArray[np.bool_]:
         """The tokens that may come: [tokens of the vocabulary]."""
@@ -96,7 +103,9 @@ class Sampler:
     never: ids of tokens that are never drawn, to which come those with a bias of -inf; matcher: what a grammar lets
     through; breakers: what DRY's sequence breakers are in this vocabulary; biases: what is added to logits by id; best:
     how many likeliest tokens `logprobs` names beside the chosen one, None for no log-probabilities; late: tokens that
-    are not drawn before `least` others, for which the host has to choose all of a text's. seed: the seed in
+    are not drawn before `least` others, for which the host has to choose all of a text's; after: `logprobs` are those
+    of what a token is drawn from, once all samplers have changed it, not the model's own; named: the tokens that
+    `logprobs` names in place of the likeliest, none for these. seed: the seed in
     use, also when the parameters ask for a random one. uniforms: its random numbers; one a token, and one more before
     it where XTC is on. logprobs: of the latest choice, if asked for.
     """
@@ -111,11 +120,15 @@ class Sampler:
         best: int | None = None,
         late: Iterable[int] = (),
         least: int = 0,
+        after: bool = False,
+        named: Iterable[int] = (),
     ) -> None:
         self.params = params or SamplerParams()
         self.seed = secrets.randbits(32) if self.params.seed == -1 else self.params.seed
         self.matcher, self.breakers = matcher, breakers
-        self.best = check_best(best)
+        self.best, self.after, self._named = check_best(best), after, tuple(named)
+        if after and self.params.mirostat:
+            raise SessionError("what mirostat draws from is not told; leave out the log-probabilities after sampling")
         self.logprobs: Logprobs | None = None
         self.biases = self.params.biases | dict.fromkeys(never, -math.inf)
         self.never = frozenset(token for token, bias in self.biases.items() if bias == -math.inf)
@@ -180,6 +193,7 @@ class Sampler:
     def reset(self) -> None:
         """Starts the random numbers over, and what mirostat has learned."""
         self.uniforms, self._made = Uniforms(self.seed), 0
+        self._drawn: Candidates | None = None  # what the latest token was drawn from, None where it was not drawn
         p = self.params
         self._mirostat = Mirostat(p.mirostat, p.mirostat_ent, p.mirostat_lr) if p.mirostat else None
 
@@ -195,10 +209,15 @@ class Sampler:
         token = self._choose(self._allowed(given), history)
         self._made += 1
         if self.best is not None:
-            self.logprobs = logprobs_of(given, token, self.best)
+            self.logprobs = self._logprobs(given, token, self.best)
         if self.matcher is not None:
             self.matcher.accept(token)
         return token
+
+    def _logprobs(self, logits: npt.NDArray[np.float32], token: int, best: int) -> Logprobs:
+        if self.after:
+            return logprobs_of_drawn(self._drawn, token, best)
+        return logprobs_of_named(logits, token, self._named) if self._named else logprobs_of(logits, token, best)
 
     def _allowed(self, logits: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
         """The logits with biases, and -inf for what a grammar forbids."""
@@ -207,8 +226,8 @@ class Sampler:
             mask = self.matcher.mask()[: len(values)]
             values = np.where(mask, values[: len(mask)], np.float32(-np.inf))
         if values is not logits and values.max() == -math.inf:
-            why = "logit biases" if self.matcher is None else "the grammar and logit biases"
-            raise SessionError(f"at least one token must be allowed, {why} leave none; allow more")
+            why = "logit biases leave none" if self.matcher is None else LEFT_NONE
+            raise SessionError(f"at least one token must be allowed, {why}; allow more")
         return values
 
     def _choose(self, values: npt.NDArray[np.float32], history: Sequence[int]) -> int:
@@ -217,6 +236,7 @@ class Sampler:
             recent = _last(history, p.repeat_last_n)
             values = penalties(values, recent, p.repeat_penalty, p.frequency_penalty, p.presence_penalty)
             values = dry(values, _last(history, p.dry_penalty_last_n), *self._dry)
+        self._drawn = None
         if self.takes_the_first:
             return int(values.argmax())
         if self._mirostat is not None:
@@ -224,7 +244,10 @@ class Sampler:
         candidates = self._truncated(top_k(top_n_sigma(values, p.top_n_sigma), p.top_k))
         temp = dynamic_temperature(candidates, p.temp, p.dynatemp_range, p.dynatemp_exp)
         uniform = self.uniforms.take()
-        return draw(temperature(candidates, temp), uniform) if temp > 0 else int(candidates.ids[0])
+        if temp <= 0:
+            return int(candidates.ids[0])
+        self._drawn = temperature(candidates, temp)
+        return draw(self._drawn, uniform)
 
     def _truncated(self, candidates: Candidates) -> Candidates:
         p = self.params

@@ -13,7 +13,7 @@ from graphrt import ops
 from graphrt.backend import Backend, Usage
 from graphrt.errors import SessionError
 from graphrt.models.grammar import masks_of
-from graphrt.models.sampling import Matcher, Sampler, Uniforms
+from graphrt.models.sampling import LEFT_NONE, Matcher, Sampler, Uniforms
 from graphrt.ops.sample import MAX_TOP_K
 from graphrt.ops.sample_each import N_SETTINGS, RowSettings
 from graphrt.tensor import Tensor, new_input, new_tensor
@@ -193,9 +193,7 @@ class SampleTables:
             if hows[seq].biases:
                 left[i] = _leaves_any(rows[i], hows[seq].biases)
             if not left[i] and seq not in failed:
-                failed[seq] = SessionError(
-                    "at least one token must be allowed, the grammar and logit biases leave none; allow more"
-                )
+                failed[seq] = SessionError(f"at least one token must be allowed, {LEFT_NONE}; allow more")
         if failed:
             rows = rows[[seq not in failed for seq in seqs]]
             seqs = [seq for seq in seqs if seq not in failed]

@@ -22,7 +22,7 @@ from graphrt.errors import SessionError
 from graphrt.models.arch import architecture
 from graphrt.models.gguf import GGUFFile, Metadata, TensorInfo
 from graphrt.models.hparams import Keys
-from graphrt.models.synthetic_blocks import TYPES, Bytes, cut, places, pool
+from graphrt.models.synthetic_blocks import TYPES, Bytes, cut, drawn, places, pool
 from graphrt.models.synthetic_recipes import RECIPES, Recipe
 from graphrt.models.weights import Weights
 from graphrt.tensor import Tensor, new_tensor
@@ -114,8 +114,9 @@ class SyntheticFile(GGUFFile):
     """What a Model needs of a file. The same name gives the same bytes, on every machine.
 
     nbytes: of all tensors. chain: layers add zeros to their input, and a token's embedding is the output's row of the
-    next one, so that the likeliest token after each one follows from that alone, whatever was before; a step takes as
-    long as with other weights. So what will be said is known, and a prompt can hold parts of it.
+    next one, so that the likeliest token after each one follows from that alone, whatever was before. No two rows of
+    the output are alike, so that rounding doesn't change it. A step takes as long as with other weights. So what will
+    be said is known, and a prompt can hold parts of it.
     """
 
     def __init__(
@@ -176,6 +177,8 @@ class SyntheticFile(GGUFFile):
             return (std * rng.standard_normal(math.prod(info.ne))).astype(np.float32).view(np.uint8)[start:stop]
         if len(info.ne) == 1:
             return rng.uniform(0.8, 1.2, info.ne).astype(np.float32).view(np.uint8)[start:stop]
+        if self.chain and name == "output.weight":  # two rows alike would be two next tokens, of which rounding chooses
+            return drawn(info.dtype, info.ne[0] ** -0.5, zlib.crc32(name.encode()), start, stop)
         key = info.dtype.name, info.ne[0]
         if key not in self._pools:
             self._pools[key] = pool(info.dtype, info.ne[0] ** -0.5, np.random.default_rng(info.ne[0]))

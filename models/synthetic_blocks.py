@@ -8,6 +8,7 @@ deviation asked for.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 
 import gguf
 import numpy as np
@@ -61,6 +62,23 @@ def cut(pool: Bytes, start: int, stop: int, places: Sequence[int]) -> Bytes:
         first = places[i] * size + low - i * piece
         out[low - start : high - start] = flat[first : first + high - low]
     return out
+
+
+def drawn(dtype: DType, std: float, seed: int, start: int, stop: int) -> Bytes:
+    """The bytes from start to stop of a tensor no block of which is there twice, uint8 [stop - start]: slower by far
+    than cut()."""
+    piece = POOL_BYTES // dtype.type_size * dtype.type_size
+    out = np.empty(stop - start, np.uint8)
+    for i in range(start // piece, -(-stop // piece)):
+        low, high = max(i * piece, start), min((i + 1) * piece, stop)
+        out[low - start : high - start] = _piece(dtype, std, seed, i)[low - i * piece : high - i * piece]
+    return out
+
+
+@lru_cache(maxsize=2)
+def _piece(dtype: DType, std: float, seed: int, i: int) -> Bytes:
+    """Number i of such a tensor's pieces, each a pool of its own, as bytes. Those that are read by turns are kept."""
+    return pool(dtype, std, np.random.default_rng([seed, i])).reshape(-1)
 
 
 def _put_f16(blocks: Bytes, offset: int, values: Floats) -> Floats:

@@ -63,7 +63,6 @@ CLOSED_PIPE = 141
 FLAGS = {
     "GRAPHRT_FUSE": "--fuse",
     "GRAPHRT_KEEP_WEIGHTS": "--keep-weights",
-    "GRAPHRT_OVERLAP": "--overlap",
     "n_ctx": "-c",
     "n_batch": "-b",
     "n_pages": "--pages",

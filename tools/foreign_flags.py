@@ -108,9 +108,11 @@ _ROWS: dict[tuple[str, ...], Foreign] = {
     ),
     ("--draft-n-max", "--spec-draft-n-max"): Foreign("", 1, ours="--draft-max"),
     ("-v", "--verbose", "--log-verbose"): _idle(_LOG),
-    ("--reasoning-format", "--reasoning-budget"): _instead(
-        "a request says reasoning_format, or what its template reads", 1
+    ("--reasoning-format",): _instead("a request says reasoning_format", 1),
+    ("--reasoning-budget", "-rea", "--reasoning"): _instead(
+        """--chat-template-kwargs '{"enable_thinking": false}' is for templates that read it""", 1
     ),
+    ("--default-chat-template-kwargs",): Foreign("", 1, ours="--chat-template-kwargs"),
     ("--slot-save-path",): _instead("--prompt-cache FILE keeps what prompts begin with", 1),
     ("--ssl-key-file", "--ssl-cert-file", "--api-prefix", "--path"): _instead("a proxy in front has that", 1),
     ("--host", "--port"): _instead("`graphrt serve` is the server, and has it", 1),

@@ -33,7 +33,6 @@ from graphrt.backends.cpu.fuse import FUSIONS
 from graphrt.backends.cpu.lower import lower, why_reference
 from graphrt.backends.cpu.lowering import Lowering
 from graphrt.backends.cpu.memory import CpuBuffer, allocate, strided, wrap
-from graphrt.backends.cpu.overlap import choice_of
 from graphrt.backends.cpu.products import matrix_weight
 from graphrt.backends.cpu.reference import REFERENCES, Reference, why_unsupported
 from graphrt.errors import BackendError
@@ -56,7 +55,7 @@ class CpuProgram(Program):
 
     @property
     def steps(self) -> list[StepInfo]:
-        return [StepInfo(group, runner=self._runner(group), choice=choice_of(group)) for group in self.working_groups()]
+        return [StepInfo(group, runner=self._runner(group)) for group in self.working_groups()]
 
     def _runner(self, group: Group) -> str:
         """Who computes a group: native kernels, a function, or reference functions."""

@@ -47,7 +47,7 @@ def gate_up_glu(nodes: Nodes) -> Iterator[Group]:
         yield Group(list(found), kernel="gate_up_glu", captured=found)
 
 
-def one_matrix(t: Tensor) -> tuple[Tensor, Tensor, int] | None:
+def _product(t: Tensor) -> tuple[Tensor, Tensor, int] | None:
     """Weights, activations and the number of tokens of a MUL_MAT that is one matrix times rows; else None."""
     weight, x = t["weights"], t["x"]
     rows = rows_of(x)
@@ -57,23 +57,22 @@ def one_matrix(t: Tensor) -> tuple[Tensor, Tensor, int] | None:
 
 def matrix_weight(node: Tensor) -> Tensor | None:
     """The quantized weights of a MUL_MAT whose activations may be rounded; else None."""
-    found = one_matrix(node)
+    found = _product(node)
     return found[0] if found is not None and found[0].dtype.name in fast.CODE_TYPES else None
 
 
 def matmul(low: Lowering, out: Tensor) -> Any | None:
     """MUL_MAT."""
-    return matmul_into(low, out, out)
+    return _matmul(low, out, out, None)
 
 
 def lower_matmul_add(low: Lowering, found: MatmulAdd) -> Any | None:
     """MUL_MAT and the residual that is added."""
-    return matmul_into(low, found.product, found.out, found.residual)
+    return _matmul(low, found.product, found.out, found.residual)
 
 
-def matmul_into(low: Lowering, product: Tensor, out: Tensor, residual: Tensor | None = None) -> Any | None:
-    """What computes a MUL_MAT, and adds a residual, into the memory of `out`; None where there is no fast form."""
-    found, extra = one_matrix(product), rows_of(residual) if residual is not None else (0, 0)
+def _matmul(low: Lowering, product: Tensor, out: Tensor, residual: Tensor | None) -> Any | None:
+    found, extra = _product(product), rows_of(residual) if residual is not None else (0, 0)
     if found is None and residual is None:
         return _side_by_side(low, out)
     if found is None or extra is None:
@@ -235,7 +234,7 @@ def dense(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 
 def lower_gate_up_glu(low: Lowering, nodes: GateUpGlu) -> Any | None:
     gate, up, out = nodes
-    found, other, target = one_matrix(gate), one_matrix(up), rows_of(out)
+    found, other, target = _product(gate), _product(up), rows_of(out)
     if found is None or other is None or target is None:
         return None
     (w_gate, x, n_tok), w_up = found, other[0]

@@ -28,10 +28,10 @@ def step_info(segment: Segment, target: Target) -> StepInfo:
         choice = GradientsChoice(segment.chosen)
     elif segment.chosen is not None:
         choice = AttentionChoice(segment.chosen, target)
-    elif segment.products is not None or (segment.stored is not None and segment.joined is None):
-        choice = ProductsChoice(segment.products, segment.stored, _split(launches), segment.joined)
     elif segment.joined is not None:
         choice = segment.joined
+    elif segment.products is not None or segment.stored is not None:
+        choice = ProductsChoice(segment.products, segment.stored, _split(launches))
     elif _split(launches):
         choice = Choice(schedule=_split(launches))
     return StepInfo(segment.group, launches, choice=choice, alone=partial(_alone, segment, target))
@@ -111,16 +111,13 @@ class GradientsChoice(Choice):
 
 
 class ProductsChoice(Choice):
-    """What was planned of a step's matrix products (kernels/products/plan.py), how its result is stored, and how it is
-    added up over ranks."""
+    """What was planned of a step's matrix products (kernels/products/plan.py), and how its result is stored."""
 
-    def __init__(
-        self, planned: Planned | None, stored: Stored | None, schedule: str, joined: Choice | None = None
-    ) -> None:
+    def __init__(self, planned: Planned | None, stored: Stored | None, schedule: str) -> None:
         self.parts: Sequence[Part] = planned.parts if planned is not None else ()
         refused = {name: f"it {reason}" for part in self.parts for name, reason in part.route.refused.items()}
         super().__init__("", [part.route.reason for part in self.parts], refused, schedule)
-        self.stored, self.joined = stored, joined
+        self.stored = stored
 
     def facts(self, mask: MaskValues = None) -> Iterator[Fact]:
         """Kernels, why these and not others, in what form they read activations; how the result is stored."""
@@ -137,8 +134,6 @@ class ProductsChoice(Choice):
             yield "result", f"stored in {self.stored.form.value}, as all products that read it want it"
         elif self.stored is not None and self.stored.q8_copy:
             yield "result", "stored as the graph has it, and beside that in 8 bits for the products that want them"
-        if self.joined is not None:
-            yield from (("sum", f"{self.joined.kernel}, {reason}") for reason in self.joined.reasons)
 
     def data(self, mask: MaskValues = None) -> dict[str, Any]:
         products = [
@@ -149,8 +144,7 @@ class ProductsChoice(Choice):
             }
             for part in self.parts
         ]  # fmt: skip
-        added = {"sum": {"kernel": self.joined.kernel, "reasons": self.joined.reasons}} if self.joined else {}
-        return {"products": products, "stored": self.stored.form.value if self.stored is not None else None, **added}
+        return {"products": products, "stored": self.stored.form.value if self.stored is not None else None}
 
 
 def _read_as(part: Part) -> str:

@@ -21,7 +21,6 @@ from graphrt.backends.triton.kernels.flash_attn.launcher import (
     PANEL_APPEND,
 )
 from graphrt.backends.triton.kernels.latent import HEAD_PRODUCTS, LATENT_ROPE_CACHE
-from graphrt.backends.triton.kernels.overlapped import OVERLAPPED_SUM
 from graphrt.backends.triton.kernels.planned_norms import ADD_NORM, JOINED, NORM_MUL, NORM_MUL_ADD_NORM
 from graphrt.backends.triton.kernels.products.adapters import ADAPTERS
 from graphrt.backends.triton.kernels.products.lower import GATE_UP_GLU, MATMUL_ADD, OUT_PROD_ADD, PROJECTIONS
@@ -34,6 +33,8 @@ from graphrt.fusion import Fusion
 
 #: In the order in which they are tried: a node belongs to the first group that takes it.
 FUSIONS: tuple[Fusion, ...] = (
+    ROPE_CACHE_ATTENTION,
+    BLOCK_APPEND,
     EXPERT_ROUTING,
     EXPERT_GATE_UP,
     EXPERT_SUM,
@@ -43,7 +44,6 @@ FUSIONS: tuple[Fusion, ...] = (
     TRAINED_PRODUCTS,
     GRADIENT_OF_X,
     GATE_UP_GLU,
-    OVERLAPPED_SUM,
     ROTATED_PROJECTIONS,
     PROJECTIONS,
     NORM_ROPE_CACHE,
@@ -61,27 +61,24 @@ FUSIONS: tuple[Fusion, ...] = (
     GLU_BACK,
     ADAMW_STEP,
 )
-#: Tried before those, where GRAPHRT_FUSE names them.
-ASKED_FOR: tuple[Fusion, ...] = (ROPE_CACHE_ATTENTION, BLOCK_APPEND)
+#: Off unless GRAPHRT_FUSE names them: each loses at some of the lengths at which it was timed (BENCHMARKS.md).
+ASKED_FOR: tuple[Fusion, ...] = (ROPE_CACHE_ATTENTION, BLOCK_APPEND, PANEL_APPEND)
 
 
 def wanted_fusions(exact: bool) -> list[Fusion]:
-    """FUSIONS less what GRAPHRT_FUSE switches off; if exact, those that change no bit, all of them. Raises BackendError
-    for a name that is none of theirs."""
+    """Those of FUSIONS that GRAPHRT_FUSE leaves on; if exact, those that change no bit, all of them. Raises
+    BackendError for a name that is none of theirs."""
     if exact:
         return [fusion for fusion in FUSIONS if fusion.exact]
-    text = (FUSE.get() or "1").strip()
-    if text in ("", "1", "all"):
-        return list(FUSIONS)
-    fusions = (*ASKED_FOR, *FUSIONS)
-    known = [fusion.name for fusion in fusions]
-    names = [] if text == "0" else [name.strip() for name in text.split(",")]
+    text = (FUSE.get() or "").strip() or "1"
+    known = [fusion.name for fusion in FUSIONS]
+    names = {"0": [], "1": ["all"]}.get(text, [name.strip() for name in text.split(",")])
     unknown = [name for name in names if name not in known and name != "all"]
     if unknown:
         raise BackendError(f"GRAPHRT_FUSE must be 0, 1, all or names of {', '.join(known)}, got {unknown[0]!r}")
     if "all" in names:
-        names += [fusion.name for fusion in FUSIONS]
-    return [fusion for fusion in fusions if fusion.name in names]
+        names += [fusion.name for fusion in FUSIONS if fusion not in ASKED_FOR]
+    return [fusion for fusion in FUSIONS if fusion.name in names]
 
 
 def asked_for(exact: bool) -> frozenset[str]:

@@ -12,7 +12,7 @@ from support.adapters import write_adapter
 from support.tiny import write_model
 
 from graphrt.backend import get_backend
-from graphrt.env import FUSE, OVERLAP, Variable
+from graphrt.env import FUSE
 from graphrt.errors import RankError
 from graphrt.models import load
 from graphrt.models.adapters import AdapterFile, read_adapter
@@ -54,14 +54,13 @@ def test_options() -> None:
                 _check_options([_options(each) for each in pair])
 
 
-@pytest.mark.parametrize("setting", [FUSE, OVERLAP])
-def test_settings(setting: Variable, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the environment, which flags set: ranks would not start the same sums."""
+def test_fusions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the environment, which --fuse sets: ranks would meet in other calls."""
     mine = _options(argparse.Namespace())
-    monkeypatch.setenv(setting.name, setting.default)
+    monkeypatch.setenv(FUSE.name, FUSE.default)
     _check_options([mine, _options(argparse.Namespace())])
-    monkeypatch.setenv(setting.name, "4")
-    with pytest.raises(RankError, match=f"same options, {setting.flag} is {setting.default} on rank 0 and 4 on rank 1"):
+    monkeypatch.setenv(FUSE.name, "0")
+    with pytest.raises(RankError, match="same options, --fuse is all on rank 0 and 0 on rank 1"):
         _check_options([mine, _options(argparse.Namespace())])
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -146,9 +145,6 @@ def _joins(target: Target) -> Iterator[tuple[str, Launch]]:
         x, norm = torch.empty(n, k), NormWeight(torch.empty(k), 1e-6)
         peers = Peers(1, ranks, words, words, torch.empty((64, 16), dtype=torch.int32)) if linked else None
         found = Q8Rows.empty(n, k, "cpu") if n == 1 else torch.empty(n, k, dtype=torch.float16)
-        if n >= 32 and peers is not None:
-            in_16 = replace(peers, bits=16)
-            yield f"join in 16 bits {ranks} n={n}", join_launch(target, x, ranks, in_16, x, x, None, norm, found, True)
         yield f"join {ranks} n={n} k={k}", join_launch(target, x, ranks, peers, x, x, None, norm, found, True)
         both = join_launch(target, x, ranks, peers, x, x, norm, norm, None, False, out_f32=x)
         yield f"join, norm before, {ranks} n={n} k={k}", both

@@ -54,7 +54,6 @@ PLAIN = {
     "flash_attn/hopper/softmax.py row_size": "as cap_level, which asks for it",
     "flash_attn/hopper/softmax.py softmax_step": _WEIGHTS,
     "flash_attn/hopper/softmax.py together": "row maxima, which are numbers: NaN was left out before",
-    "joined_flags.py in_steps": "whole numbers of steps: of a group with a NaN the step is NaN",
     "products/half_kernels.py larger": _SIZE,
     "products/half_kernels.py round_rows": _SIZE,
     "products/half_kernels.py scaling_of": _SIZE,

@@ -14,7 +14,6 @@ from graphrt.models.engine import SessionOptions
 from graphrt.models.model import load
 from graphrt.models.weights import Weights
 from graphrt.ranks import Ranks
-from support.overlapped import few
 
 #: Looks of the watch, so that a test takes seconds.
 LOOKS = 4
@@ -40,17 +39,13 @@ FAULTS: dict[str, Callable[[], None]] = {"ended": ended, "stopped": stopped, "lo
 def work(args: argparse.Namespace, given: str) -> int:
     """Loads the model, reads a prompt, generates. given: the second rank's fault, and when it happens: "ended load 3",
     at the third tensor, "loops sum 5", when it comes to the fifth sum, of the prompt's, "ended sum 30" of a step's,
-    "ended take 9" when a stage is to take what another one gives for the ninth time, "ended band 2" when the second
-    band's sum is under way."""
+    "ended take 9" when a stage is to take what another one gives for the ninth time."""
     torch.set_num_threads(1)
     rank_watch.SILENT = rank_watch.ABSENT = LOOKS
     fault, where, at = given.split()
-    if where == "band":
-        os.environ["GRAPHRT_OVERLAP"] = "2"
-        few(n_tokens=12)
     if args.as_ranks.rank == 1:
         _plant(FAULTS[fault], where, int(at))
-    model = load(args.model, "cpu", exact=where != "band", ranks=args.as_ranks)
+    model = load(args.model, "cpu", exact=True, ranks=args.as_ranks)
     session = model.session(SessionOptions(n_ctx=256))
     for token in model.generate(list(range(1, 30)), 200, temp=0.0, ignore_eos=True, session=session):
         assert token.token >= 0
@@ -58,17 +53,14 @@ def work(args: argparse.Namespace, given: str) -> int:
 
 
 def _plant(fault: Callable[[], None], where: str, at: int) -> None:
-    places: dict[str, tuple[type, str]] = {
-        "load": (Weights, "_held"), "sum": (Ranks, "summed"), "take": (Ranks, "take"), "band": (Ranks, "sum_begun")
-    }  # fmt: skip
+    places = {"load": (Weights, "_held"), "sum": (Ranks, "summed"), "take": (Ranks, "take")}
     kind, name = places[where]
     real, count = getattr(kind, name), [0]
 
     def planted(*given: object) -> object:
         count[0] += 1
-        begun = real(*given) if where == "band" else None
         if count[0] == at:
             fault()
-        return begun or real(*given)
+        return real(*given)
 
     setattr(kind, name, planted)

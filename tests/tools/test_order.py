@@ -104,26 +104,6 @@ def test_an_early_read_of_what_the_run_writes_goes_past_the_l1_cache() -> None:
     assert "L1" in str(violations(events)[0])
 
 
-def test_what_goes_on_beside_is_left_alone_until_it_is_waited_for() -> None:
-    begun, wait = Event("begun", "", (reads(0, 50), writes(50, 100)), beside=True), Event("wait", joins=True)
-    clear = launch("clear", reads(0, 50), writes(100, 120))
-    assert not rules(launch("a", writes(0, 100)), begun, clear, replace(begun, kernel="next"), wait, launch("z"))
-    for use in (writes(40, 60), reads(90, 95)):
-        between = launch("between", use)
-        assert (Rule.BESIDE, "between", "begun", False) in rules(begun, clear, between, wait, launch("z"))
-        assert not rules(launch("a"), begun, wait, launch("y"), between, launch("z"))
-    assert rules(begun, clear) == [(Rule.NEVER_JOINED, "begun", "", False)]
-    for found in (violations([begun, launch("b", reads(90, 95)), wait]), violations([begun])):
-        assert "beside" in str(found[0])
-
-
-def test_what_goes_on_beside_holds_nothing_up() -> None:
-    """The launch behind may still overlap with the one before."""
-    wrote, begun = launch("a", writes(0, 100)), Event("begun", beside=True)
-    found = rules(wrote, begun, launch("b", reads(50, 60, **EARLY)), Event("wait", joins=True))
-    assert found == [(Rule.OVERLAP, "b", "a", False)]
-
-
 def test_bytes_are_those_of_the_tensors() -> None:
     """Two tensors in one arena; a view's bytes reach from its first element to its last."""
     arena = torch.empty(1024, dtype=torch.uint8, device=ELSEWHERE)

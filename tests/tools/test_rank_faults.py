@@ -27,7 +27,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("ended load 5", "rank 1 of 2: it was ended by SIGKILL"),
         ("ended sum 3", "rank 1 of 2: it was ended by SIGKILL"),
         ("loops sum 20", f"rank 1 of 2: it runs, but for {LOOKS} s has not come to where the other ranks wait"),
-        ("ended band 2", "rank 1 of 2: it was ended by SIGKILL"),
         ("stopped load 5", f"rank 1 of 2: it has given no sign of life for {LOOKS} s"),
         ("loops take 9", f"rank 1 of 2: it runs, but for {LOOKS} s has not come to where the other ranks wait"),
     ],

@@ -210,6 +210,7 @@ _PREFILL = [
     _eight(_LONGER, rates=(800, 1000)),
     _eight(_CAUSAL),
     _prefill(64, _H32_8, 4096, 4096, "causal"),
+    _eight(_prefill(64, _H32_8, 4096, 4096)),
     _prefill(256, (16, 4), 4096, 4096, "causal"),
     _prefill(576, _H32_8, 4096, 4096, **_MLA, llama=155, first=_tflops(350), goal=_tflops(500)),
     _prefill(

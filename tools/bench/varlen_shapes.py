@@ -118,7 +118,10 @@ def _shapes() -> list[VarlenShape]:
     ]
     found.append(_decode("decode 64x100..16000 page 16", "llama-8b", _ragged(64, 100, 16000), 16))
     found.append(_decode("decode 8x32768 page 16", "llama-8b", [32768] * 8, 16))
-    found.append(_decode("decode 64x2048 page 16 q8_0", "llama-8b", [2048] * 64, 16, kv_type="q8_0"))
+    plain = "decode 64x2048 page 16"
+    found.append(_decode(plain, "llama-8b", [2048] * 64, 16))
+    for kind in ("f8_e4m3", "q8_0", "q4_0"):
+        found.append(_decode(f"{plain} {kind}", "llama-8b", [2048] * 64, 16, plain, kv_type=kind))
     found += [_decode(f"decode {n}x4096 page 16", "gpt-oss-20b", [4096] * n, 16) for n in (1, 8, 64, 256)]
     found.append(_decode("mla 32x8192 contiguous", "deepseek", mla, 64, contiguous=True))
     found += [_decode(f"mla 32x8192 page {p}", "deepseek", mla, p, "mla 32x8192 contiguous") for p in (16, 64, 128)]

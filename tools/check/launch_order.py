@@ -6,9 +6,6 @@ ended (gdc_launch_dependents), and gdc_wait returns once the one before it is co
 lets the next one go, a launch overlaps with no more than the one before it, and only until it waits itself. Whether
 that holds is worked out here, launch by launch, for one run and the one that follows it without a pause. (A program
 with nothing to do may leave without waiting: of each launch some program waits.)
-
-What a step begins beside those after it, on a stream of its own, may go on until a step that joins: the memory of such
-work is in use until then.
 """
 
 from __future__ import annotations
@@ -26,8 +23,6 @@ class Rule(Enum):
     OVERLAP = "read it after gdc_wait, or launch with without_early_start()"
     NEVER_WAITS = "call gdc_wait in every form that is launched with launch_pdl, or launch without"
     LETS_GO_EARLY = "call gdc_launch_dependents after gdc_wait only"
-    BESIDE = "wait for that first, or use other memory"
-    NEVER_JOINED = "wait for it before the run ends"
     CACHED = "read it past the L1 cache (cache_modifier .cg) and declare it uncached, or read it after gdc_wait"
 
 
@@ -43,8 +38,6 @@ class Event:
     starts_early: bool = False
     waits: bool = True
     lets_go_early: bool = False
-    beside: bool = False
-    joins: bool = False
 
     @property
     def name(self) -> str:
@@ -53,10 +46,7 @@ class Event:
     @staticmethod
     def of(launch: LaunchInfo, node: str) -> Event:
         """node: the name of the graph's node that the launch works for."""
-        return Event(
-            launch.name, node, launch.uses, launch.starts_early, launch.waits, launch.lets_go_early, launch.beside,
-            launch.joins,
-        )  # fmt: skip
+        return Event(launch.name, node, launch.uses, launch.starts_early, launch.waits, launch.lets_go_early)
 
 
 @dataclass(frozen=True)
@@ -77,14 +67,10 @@ class Violation:
             said = "begins before the launch before it has ended and never waits for it"
         elif self.rule is Rule.LETS_GO_EARLY:
             said = "lets the launch after it begin before it has waited itself"
-        elif self.rule is Rule.NEVER_JOINED:
-            said = "goes on beside all steps after it, which don't wait for it"
         else:
             shared = f"{self.nbytes} bytes of {self.use!r}"
             earlier = f"{self.earlier} of the run before" if self.next_run else self.earlier
-            if self.rule is Rule.BESIDE:
-                said = f"touches {shared} while {earlier} goes on beside it, whose {self.other!r} they are"
-            elif self.rule is Rule.OVERLAP:
+            if self.rule is Rule.OVERLAP:
                 said = f"touches {shared} while {earlier} may still run, whose {self.other!r} they are"
             else:
                 said = f"reads {shared} before it waits and through the L1 cache, where {earlier} writes {self.other!r}"
@@ -95,8 +81,7 @@ def violations(events: Sequence[Event]) -> list[Violation]:
     """What is wrong in one run of these steps and the same again right behind it; nothing, if the order is proved."""
     found = [Violation(Rule.NEVER_WAITS, e.name) for e in events if e.starts_early and not e.waits]
     found += [Violation(Rule.LETS_GO_EARLY, e.name) for e in events if e.lets_go_early]
-    found += _overlaps([e for e in events if not e.beside])  # which waits for all before it, and holds nothing up
-    found += _beside(events)
+    found += _overlaps(events)
     return [*found, *_stale(events)]
 
 
@@ -111,22 +96,6 @@ def _overlaps(events: Sequence[Event]) -> Iterator[Violation]:
                 for other in events[j % n].uses:
                     if use.meets(other):
                         yield _violation(Rule.OVERLAP, event, use, events[j % n], other, j < n <= i)
-
-
-def _beside(events: Sequence[Event]) -> Iterator[Violation]:
-    """What steps touch of the memory of work that goes on beside them. Such works come one after the other."""
-    going_on: list[Event] = []
-    for event in events:
-        if event.joins:
-            going_on = []
-        elif event.beside:
-            going_on.append(event)
-        else:
-            for other in going_on:
-                for use in event.uses:
-                    met = (theirs for theirs in other.uses if use.meets(theirs))
-                    yield from (_violation(Rule.BESIDE, event, use, other, theirs, False) for theirs in met)
-    yield from (Violation(Rule.NEVER_JOINED, event.name) for event in going_on)
 
 
 def _unfinished(events: Sequence[Event]) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:

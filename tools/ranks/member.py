@@ -16,7 +16,7 @@ from typing import Any
 
 from graphrt import __version__
 from graphrt.backend import numbered
-from graphrt.env import FUSE, OVERLAP
+from graphrt.env import FUSE
 from graphrt.errors import GraphrtError, RankError
 from graphrt.rank_watch import Fault
 from graphrt.ranks import Ranks, join, leave
@@ -67,12 +67,11 @@ def as_rank(
 
 
 def _options(args: argparse.Namespace) -> dict[str, str]:
-    """What a command line says, spelled out, but for what is each rank's own; and the settings by which ranks meet at
-    other places, or in other calls."""
+    """What a command line says, spelled out, but for what is each rank's own; and which fusions there are: ranks with
+    others would meet in other calls."""
     plain = (str, int, float, bool, list, tuple, type(None))
     said = {key: repr(value) for key, value in vars(args).items() if key not in OWN and isinstance(value, plain)}
-    settings = FUSE, OVERLAP
-    return said | {setting.flag: setting.get() or setting.default for setting in settings}
+    return said | {FUSE.flag: FUSE.get() or FUSE.default}
 
 
 def _check_options(everyones: Sequence[Mapping[str, str]]) -> None:

@@ -22,14 +22,20 @@ class ServedAdapters:
     usual: tuple[float, ...]
 
     @property
-    def as_models(self) -> list[str]:
-        """What requests may call the model with one adapter."""
-        return [f"{model}:{name}" for model in self.model for name in self.names]
+    def as_models(self) -> dict[str, int]:
+        """What requests may call the model with one adapter -> which one. As vLLM has it an adapter's name will do,
+        where it isn't the model's."""
+        found = {name: i for i, name in enumerate(self.names) if name not in self.model}
+        return found | {f"{model}:{name}": i for model in self.model for i, name in enumerate(self.names)}
+
+    @property
+    def listed(self) -> list[str]:
+        """The same, each adapter once."""
+        return [f"{self.model[0]}:{name}" if name in self.model else name for name in self.names]
 
     def of(self, request: Generating) -> tuple[float, ...]:
         """The scales that a request asks for. Raises ApiError."""
-        found = self.as_models
-        named = found.index(request.model) % len(self.names) if request.model in found else None
+        named = self.as_models.get(request.model or "")
         if request.lora is None:
             return self.usual if named is None else tuple(float(i == named) for i in range(len(self.names)))
         if named is not None:

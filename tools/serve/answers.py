@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import secrets
+import math
 import time
 from collections.abc import Sequence
 from typing import Any
 
 from graphrt.models.generation import Piece
 from graphrt.models.sampling_logprobs import Logprobs
+from graphrt.tools.serve.ids import new_id
 from graphrt.tools.serve.scheduler import Text
 from graphrt.tools.serve.spelling import Spelling
 
@@ -21,7 +22,7 @@ CUT = ("length", "context")
 def head(kind: str, prefix: str, model: str, fingerprint: str) -> dict[str, Any]:
     """What every answer, and every piece of one, begins with."""
     return {
-        "id": f"{prefix}-{secrets.token_hex(12)}",
+        "id": new_id(f"{prefix}-"),
         "object": kind,
         "created": int(time.time()),
         "model": model,
@@ -50,7 +51,8 @@ def usage_so_far(texts: Sequence[Text], made: Sequence[int]) -> dict[str, int]:
 
 def timings(texts: Sequence[Text]) -> dict[str, Any]:
     """How long it took to read prompts and to make texts, by llama-server's names: of several from the first one's
-    beginning to the last one's end. Nothing of what the cache had already is counted as read."""
+    beginning to the last one's end. Nothing of what the cache had already is counted as read, and no text's first token
+    in the rates: the prompt's last step has made it."""
     cached = sum(max(0, text.n_cached) for text in texts if text.leader is None)
     read = sum(len(text.prompt) for text in texts if text.leader is None) - cached
     made = sum(text.n_made for text in texts)
@@ -59,7 +61,7 @@ def timings(texts: Sequence[Text]) -> dict[str, Any]:
     making = max(text.last for text in texts) - began
     return {
         "cache_n": cached, "prompt_n": read, **_rates("prompt", read, reading),
-        "predicted_n": made, **_rates("predicted", made, making),
+        "predicted_n": made, **_rates("predicted", max(0, made - len(texts)), making),
     }  # fmt: skip
 
 
@@ -72,11 +74,16 @@ def _rates(name: str, n: int, seconds: float) -> dict[str, float]:
     }
 
 
-def native_logprobs(piece: Piece, spelling: Spelling) -> dict[str, Any]:
-    """A token's in llama-server's form, which has ids too."""
+def native_logprobs(piece: Piece, spelling: Spelling, *, after: bool = False) -> dict[str, Any]:
+    """A token's in llama-server's form, which has ids too. after: those of what it was drawn from, as probabilities."""
     assert piece.logprobs is not None
-    best = [{"id": token, **_token(spelling, token, logprob)} for token, logprob in piece.logprobs.best]
-    return {"id": piece.token, **_token(spelling, piece.token, piece.logprobs.token), "top_logprobs": best}
+
+    def told(token: int, logprob: float) -> dict[str, Any]:
+        found = {"id": token, **_token(spelling, token, logprob)}
+        return found | {"prob": math.exp(found.pop("logprob"))} if after else found
+
+    best = [told(token, logprob) for token, logprob in piece.logprobs.best]
+    return told(piece.token, piece.logprobs.token) | {"top_probs" if after else "top_logprobs": best}
 
 
 def chat_logprobs(pieces: Sequence[Piece], spelling: Spelling) -> dict[str, Any] | None:

@@ -7,7 +7,6 @@ import contextlib
 import hashlib
 import hmac
 import logging
-import secrets
 from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -21,11 +20,16 @@ from starlette.routing import Route
 from graphrt.errors import GraphrtError
 from graphrt.tools.serve.errors import LEFT, ApiError, of_runtime
 from graphrt.tools.serve.http import EventStream
+from graphrt.tools.serve.ids import new_id
 from graphrt.tools.serve.logs import ASKED, RequestLine
 from graphrt.tools.serve.openapi import Endpoint, Served, description
 from graphrt.tools.serve.origins import Origins
+from graphrt.tools.serve.routes_count import CountRoutes
+from graphrt.tools.serve.routes_invocations import InvocationsRoute
+from graphrt.tools.serve.routes_messages import MessagesRoute
 from graphrt.tools.serve.routes_native import NativeRoutes
 from graphrt.tools.serve.routes_other import OtherRoutes
+from graphrt.tools.serve.routes_rank import RankRoutes
 from graphrt.tools.serve.routes_responses import ResponsesRoute
 from graphrt.tools.serve.routes_text import TextRoutes
 from graphrt.tools.serve.scheduler import Text
@@ -35,10 +39,13 @@ from graphrt.tools.serve.schemas import (
     CompletionRequest,
     DetokenizeRequest,
     EmbeddingsRequest,
+    Invocation,
     TemplateRequest,
     TokenizeRequest,
 )
+from graphrt.tools.serve.schemas_messages import CountRequest, MessagesRequest
 from graphrt.tools.serve.schemas_native import InfillRequest, NativeRequest
+from graphrt.tools.serve.schemas_rank import RerankRequest, ScoreRequest
 from graphrt.tools.serve.schemas_responses import ResponsesRequest
 from graphrt.tools.serve.state import State, json_response
 
@@ -50,7 +57,10 @@ _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inl
 #: What is served without /v1 too, as llama-server has it, for clients that were given an address without it.
 _SHORT = {
     f"/v1/{name}": f"/{name}"
-    for name in ("chat/completions", "responses", "embeddings", "models", "models/{name:path}")
+    for name in (
+        *("chat/completions", "responses", "embeddings", "models", "models/{name:path}"),
+        *("rerank", "reranking", "score", "chat/completions/input_tokens"),
+    )
 } | {"/completion": "/completions"}
 #: What anybody may ask for.
 PUBLIC = {"/", "/health", "/v1/health", "/ping"}
@@ -77,7 +87,7 @@ def application(
     served.append(Served("GET", "/", page, "a page to chat with the model"))
     door = _Door(state, api_keys, Origins(origins))
     routes = [
-        Route(path, door.guarded(each.path, each.endpoint), methods=door.methods(each.method))
+        Route(path, door.guarded(each), methods=door.methods(each.method))
         for each in served
         for path in (each.path, _SHORT.get(each.path))
         if path is not None
@@ -99,13 +109,29 @@ def application(
 def routes_of(state: State) -> list[Served]:
     """What there is, but for its description."""
     text, other, responses, native = TextRoutes(state), OtherRoutes(state), ResponsesRoute(state), NativeRoutes(state)
+    rank, count = RankRoutes(state), CountRoutes(state)
+    invocations = InvocationsRoute(
+        state,
+        {"messages": text.chat, "prompt": text.completions, "input": other.embeddings, "query": rank.rerank}
+        | dict.fromkeys(("text_1", "queries", "data_1"), rank.score),
+    )
+    anthropic, refused = MessagesRoute(state), ApiError.anthropic_response
     return [
         Served("POST", "/v1/chat/completions", text.chat, "an answer to a conversation", ChatRequest),
         Served("POST", "/v1/completions", text.completions, "texts after prompts", CompletionRequest),
         Served("POST", "/completion", native.completion, "the same in llama-server's own form", NativeRequest),
         Served("POST", "/infill", native.infill, "a text between two others, in that form", InfillRequest),
         Served("POST", "/v1/responses", responses.responses, "an answer, in the newer form", ResponsesRequest),
+        Served("POST", "/v1/messages", anthropic.messages, "an answer in Anthropic's form", MessagesRequest, refused),
+        Served("POST", "/v1/messages/count_tokens", count.messages, "how many its prompt has", CountRequest, refused),
+        Served("POST", "/v1/responses/input_tokens", count.responses, "how many a prompt has", ResponsesRequest),
+        Served("POST", "/v1/chat/completions/input_tokens", count.chat, "how many a prompt has", ChatRequest),
         Served("POST", "/v1/embeddings", other.embeddings, "vectors of texts", EmbeddingsRequest),
+        Served("POST", "/v1/rerank", rank.rerank, "texts by how well they answer a query", RerankRequest),
+        Served("POST", "/v1/reranking", rank.rerank, "the same, by llama-server's name", RerankRequest),
+        Served("POST", "/v2/rerank", rank.rerank, "the same, by Cohere's name", RerankRequest),
+        Served("POST", "/v1/score", rank.score, "how well texts go with others", ScoreRequest),
+        Served("POST", "/invocations", invocations.invoked, "one of these, by what fields a request has", Invocation),
         Served("GET", "/v1/models", other.models, "the model's names"),
         Served("GET", "/v1/models/{name:path}", other.model, "what is known of it"),
         Served("POST", "/tokenize", other.tokenize, "the tokens of a text", TokenizeRequest),
@@ -125,10 +151,9 @@ def routes_of(state: State) -> list[Served]:
 
 #: What other servers' APIs have at these paths, and below them, is not here -> what to do instead.
 _ELSEWHERE = {
-    ("rerank", "reranking", "score", "classify", "pooling"): "no model here ranks or sorts texts; /v1/embeddings gives "
-    "vectors to compare",
+    ("classify", "pooling"): "no model here sorts texts; /v1/embeddings gives vectors to compare, /rerank ranks texts",
     ("api",): "Ollama's own API is not here; give its client's OpenAI form the address of /v1",
-    ("messages",): "Anthropic's API is not here; use /v1/chat/completions or /v1/responses",
+    ("messages",): "of Anthropic's API there are /v1/messages and /v1/messages/count_tokens",
     ("audio", "images", "realtime"): "models read and write text alone",
     ("files", "batches", "assistants", "threads", "vector_stores", "conversations", "responses"): "nothing is stored "
     "here; send what a text needs with its request",
@@ -163,11 +188,12 @@ class _Door:
         """What a route is asked with: browsers ask before they ask for another site's page."""
         return [method, "OPTIONS"] if self._origins else [method]
 
-    def guarded(self, path: str, endpoint: Endpoint) -> Endpoint:
-        """The endpoint behind the door. path: as it is counted."""
+    def guarded(self, served: Served) -> Endpoint:
+        """Its endpoint behind the door. Requests are counted by its path."""
+        path, endpoint = served.path, served.endpoint
 
         async def entered(request: Request) -> Response:
-            origin, number, asked = None, f"req_{secrets.token_hex(8)}", list[Text]()
+            origin, number, asked = None, new_id("req_", 8), list[Text]()
             ASKED.set(asked)
             line = RequestLine(request.method, path, number, asked)
             try:
@@ -176,12 +202,12 @@ class _Door:
             except ClientDisconnect:
                 response = Response(status_code=LEFT)
             except ApiError as error:
-                response = error.response()
+                response = served.refused(error)
             except GraphrtError as error:
-                response = of_runtime(error).response()
+                response = served.refused(of_runtime(error))
             except Exception:
                 log.exception("%s %s failed", request.method, path)
-                response = ApiError("the server failed; its log says how", status=500).response()
+                response = served.refused(ApiError("the server failed; its log says how", status=500))
             self._origins.let(origin, response)
             response.headers["x-request-id"] = number
             self.state.metrics.http.labels(path, response.status_code).inc()

@@ -16,6 +16,7 @@ from graphrt.tools.serve.scheduler import Cancelled, ServerEnds
 #: The status of a request whose client has left, as other servers log it.
 LEFT = 499
 _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+_ANTHROPIC_TYPES = _TYPES | {413: "request_too_large", 503: "overloaded_error"}
 
 
 class ApiError(Exception):
@@ -39,6 +40,14 @@ class ApiError(Exception):
 
     def response(self) -> JSONResponse:
         return JSONResponse(self.body(), self.status, dict(self.headers or {}))
+
+    def anthropic_body(self) -> dict[str, Any]:
+        """The same as Anthropic's API has it, and the field."""
+        kind = _ANTHROPIC_TYPES.get(self.status, "api_error" if self.status >= 500 else "invalid_request_error")
+        return {"type": "error", "error": {"type": kind, "message": self.message, "param": self.param}}
+
+    def anthropic_response(self) -> JSONResponse:
+        return JSONResponse(self.anthropic_body(), self.status, dict(self.headers or {}))
 
 
 def of_validation(error: ValidationError) -> ApiError:

@@ -12,7 +12,7 @@ UNUSED = frozenset(
         *("store", "prompt_cache_retention", "prompt_cache_options", "verbosity"),
         # llama-server's: where and when a text is made, and what is told beside it
         *("id_slot", "n_keep", "n_discard", "return_progress", "return_tokens"),
-        *("speculative.n_min", "speculative.p_min", "speculative.type", "parse_tool_calls"),
+        *("speculative.n_min", "speculative.p_min", "speculative.type", "parse_tool_calls", "verbose"),
         # vLLM's: the same, and how it makes a text follow a form
         *("priority", "request_id", "cache_salt", "include_reasoning", "spaces_between_special_tokens"),
         *("guided_decoding_backend", "guided_whitespace_pattern", "kv_transfer_params", "mm_processor_kwargs"),
@@ -36,7 +36,6 @@ USUAL: dict[str, tuple[Any, ...]] = {
     "early_stopping": (False,),
     "length_penalty": (1, 1.0),
     "documents": ([],),
-    "bad_words": ([],),
 }
 
 

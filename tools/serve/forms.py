@@ -37,7 +37,11 @@ def form_of(request: Generating) -> Form:
 
 def _forms(request: Generating) -> Iterator[Form]:
     format_ = request.response_format
-    if format_ is not None and format_.type != "text":
+    if format_ is not None and format_.type == "regex":
+        if not isinstance(format_.value, str):
+            raise ApiError("a response_format of regex must have it as value, a text", param="response_format.value")
+        yield Form("response_format", regex=format_.value)
+    elif format_ is not None and format_.type != "text":
         yield Form("response_format", schema=_of_format(format_))
     if request.json_schema is not None:
         yield Form("json_schema", schema=_schema(request.json_schema, "json_schema"))
@@ -68,8 +72,12 @@ def _forms(request: Generating) -> Iterator[Form]:
 
 
 def _of_format(given: ResponseFormat) -> dict[str, Any]:
-    if given.type == "json_object":
-        return loose(given.schema_) if given.schema_ else _OBJECT
+    value = None if given.value is None else _schema(given.value, "response_format.value")
+    if given.type in ("json_object", "json"):
+        return loose(given.schema_) if given.schema_ else value or _OBJECT
+    if given.json_schema is None and value is not None:
+        inner = value.get("schema")  # of a name beside it, as in OpenAI's json_schema
+        return loose(inner) if isinstance(inner, dict) else value
     schema = given.json_schema.schema_ if given.json_schema is not None else None
     if schema is None:
         raise ApiError("a response_format of json_schema must have a schema, got none; give one",

@@ -47,11 +47,11 @@ class Chunks:
         return f'{self._head},"choices":[{encoded(choice)}]{told}}}'
 
     def form(self, choice: Mapping[str, Any]) -> Callable[[str], str]:
-        """Makes pieces that differ by one text, which stands where this choice has HERE."""
-        before, after = self(choice).split(encoded(HERE))
+        """Makes pieces that differ by one text, which stands wherever this choice has HERE."""
+        parts = self(choice).split(encoded(HERE))
 
         def made(text: str) -> str:
-            return f"{before}{encoded(text)}{after}"
+            return encoded(text).join(parts)
 
         return made
 
@@ -59,22 +59,27 @@ class Chunks:
 async def body_of(request: Request, kind: type[B], most: int, seconds: float) -> B:
     """A request's body, of at most so many bytes, which are to come within so many seconds. Raises ApiError,
     ClientDisconnect."""
+    data = await data_of(request, most, seconds)
+    try:
+        return kind.model_validate_json(data.removeprefix(codecs.BOM_UTF8))
+    except ValidationError as error:
+        raise of_validation(error) from None
+
+
+async def data_of(request: Request, most: int, seconds: float) -> bytes:
+    """The same as it came."""
     packed = request.headers.get("content-encoding", "identity")
     if packed.lower() not in ("", "identity"):
         raise ApiError(f"a body must come as it is, this one is {packed[:20]!r}; send it without Content-Encoding",
                        status=415, headers={"accept-encoding": "identity"})  # fmt: skip
     try:
-        data = await asyncio.wait_for(_read(request, most), seconds)
+        return await asyncio.wait_for(_read(request, most), seconds)
     except TimeoutError:
         raise ApiError(
             f"a body must come within {seconds:g} s, this one did not; send it at once",
             status=408,
             headers={"connection": "close"},
         ) from None
-    try:
-        return kind.model_validate_json(data.removeprefix(codecs.BOM_UTF8))
-    except ValidationError as error:
-        raise of_validation(error) from None
 
 
 async def _read(request: Request, most: int) -> bytes:

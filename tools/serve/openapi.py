@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from graphrt import __version__
+from graphrt.tools.serve.errors import ApiError
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 _REF = "#/components/schemas/"
@@ -30,16 +31,29 @@ _ERROR = {
         }
     },
 }  # fmt: skip
+_ANTHROPIC_ERROR = {
+    "type": "object",
+    "required": ["type", "error"],
+    "properties": {
+        "type": {"const": "error"},
+        "error": {
+            "type": "object",
+            "required": ["type", "message", "param"],
+            "properties": {"type": {"type": "string"}, "message": {"type": "string"}, "param": _NULLABLE},
+        },
+    },
+}
 
 
 class Served(NamedTuple):
-    """What a path has. form: of the body; said: what it does."""
+    """What a path has. form: of the body; said: what it does; refused: makes an answer of an error."""
 
     method: str
     path: str
     endpoint: Endpoint
     said: str
     form: type[BaseModel] | None = None
+    refused: Callable[[ApiError], Response] = ApiError.response
 
 
 def description(served: Sequence[Served]) -> dict[str, Any]:
@@ -55,7 +69,7 @@ def description(served: Sequence[Served]) -> dict[str, Any]:
         "info": {"title": "graphrt serve", "version": __version__},
         "paths": paths,
         "components": {
-            "schemas": {**made.get("$defs", {}), "Error": _ERROR},
+            "schemas": {**made.get("$defs", {}), "Error": _ERROR, "AnthropicError": _ANTHROPIC_ERROR},
             "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
         },
         "security": [{}, {"key": []}],
@@ -63,7 +77,8 @@ def description(served: Sequence[Served]) -> dict[str, Any]:
 
 
 def _operation(each: Served, path: str) -> dict[str, Any]:
-    refused = {"description": "an error", "content": {"application/json": {"schema": {"$ref": f"{_REF}Error"}}}}
+    error = "AnthropicError" if each.refused == ApiError.anthropic_response else "Error"
+    refused = {"description": "an error", "content": {"application/json": {"schema": {"$ref": _REF + error}}}}
     found: dict[str, Any] = {
         "summary": each.said,
         "responses": {"200": {"description": "what is asked for"}, "4XX": refused},

@@ -55,7 +55,7 @@ class Origins:
 
     def asked_before(self, request: Request) -> Response:
         """What a browser asks before it sends a page's request. Raises ApiError."""
-        response = Response(status_code=204, headers={"allow": _METHODS})
+        response = Response(headers={"allow": _METHODS})
         origin = self.of(request)
         if origin is not None:
             wanted = request.headers.get("access-control-request-headers", "*")

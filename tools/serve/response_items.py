@@ -3,9 +3,10 @@ made, by events, and whole at the end."""
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
+
+from graphrt.tools.serve.ids import new_id
 
 #: An event's name, and what it says.
 Told = tuple[str, dict[str, Any]]
@@ -17,7 +18,7 @@ class Item:
     prefix: str
 
     def __init__(self, place: int) -> None:
-        self.id, self.said, self.status = f"{self.prefix}_{secrets.token_hex(12)}", "", "in_progress"
+        self.id, self.said, self.status = new_id(f"{self.prefix}_"), "", "in_progress"
         self.place = place
 
     @property

@@ -133,7 +133,8 @@ class Answer:
     def _probabilities(self, pieces: Sequence[Piece]) -> dict[str, Any]:
         """Those of tokens, where they were asked for."""
         spelling = Spelling(self.state.model.tokenizer)
-        told = [answers.native_logprobs(piece, spelling) for piece in pieces if piece.logprobs]
+        after = bool(self.body.post_sampling_probs)
+        told = [answers.native_logprobs(piece, spelling, after=after) for piece in pieces if piece.logprobs]
         return {"completion_probabilities": told} if told else {}
 
     def _settings(self, text: Text) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from graphrt import __version__
 from graphrt.errors import SessionError
 from graphrt.models.model import Model
 from graphrt.models.sampling_params import SamplerParams
+from graphrt.tools.serve.batches import batches
 from graphrt.tools.serve.errors import ApiError, of_runtime
 from graphrt.tools.serve.http import body_of
 from graphrt.tools.serve.schemas import (
@@ -28,7 +29,7 @@ from graphrt.tools.serve.schemas import (
 )
 from graphrt.tools.serve.spelling import Spelling
 from graphrt.tools.serve.state import State, json_response
-from graphrt.tools.serve.texts import fields_of
+from graphrt.tools.serve.texts import MOST_COUNTED, fields_of
 from graphrt.tools.serve.truncation import cut_of
 
 
@@ -44,7 +45,8 @@ class OtherRoutes:
 
     async def embeddings(self, request: Request) -> Response:
         state, body = self.state, await self._body(request, EmbeddingsRequest)
-        model, embed = state.embedder(body.model)
+        found = state.embedder(body.model)
+        model, embed = found.model, found.embed
         n_embd = model.network.hp.n_embd
         if body.dimensions not in (None, n_embd):
             raise ApiError(f"dimensions must be {n_embd}, the model's own, got {body.dimensions}", param="dimensions")
@@ -56,7 +58,7 @@ class OtherRoutes:
 
         try:
             ids = await state.aside(lambda: [tokens(one) for one in several])
-            rows = [row for part in _batches(ids) for row in await state.worker.do(partial(embed, part))]
+            rows = [row for part in batches(ids) for row in await state.worker.do(partial(embed, part))]
         except SessionError as error:
             raise of_runtime(error, "input") from error
         packed = body.encoding_format == "base64"
@@ -94,7 +96,7 @@ class OtherRoutes:
                 goes_on=body.continue_final_message,
             )  # fmt: skip
             if body.add_special_tokens is None:
-                return state.model.rendered_tokens(text, _MOST_COUNTED)
+                return state.model.rendered_tokens(text, MOST_COUNTED)
             return tokenizer.encode(text, None if body.add_special_tokens else False, True)
 
         found = await state.aside(ids)
@@ -218,22 +220,6 @@ class OtherRoutes:
                 slot |= {"state": text.state, "n_prompt_tokens": len(text.prompt), "n_decoded": text.n_made}
             found.append(slot)
         return json_response(found)
-
-
-#: Tokens of a conversation that are counted, whatever the model takes.
-_MOST_COUNTED = 1 << 20
-#: Tokens of texts that are embedded between two steps.
-_AT_ONCE = 512
-
-
-def _batches(texts: list[list[int]]) -> list[list[list[int]]]:
-    """Cut where the next text would be a token too many."""
-    found: list[list[list[int]]] = [[]]
-    for ids in texts:
-        if found[-1] and sum(map(len, found[-1])) + len(ids) > _AT_ONCE:
-            found.append([])
-        found[-1].append(ids)
-    return found
 
 
 def _packed(row: Any) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping
 from typing import Any
@@ -15,6 +14,7 @@ from graphrt.tools.serve import answers
 from graphrt.tools.serve.call_parts import CallPart
 from graphrt.tools.serve.errors import ApiError
 from graphrt.tools.serve.http import EventStream, body_of, encoded, watched
+from graphrt.tools.serve.ids import new_id
 from graphrt.tools.serve.inbox import Inbox
 from graphrt.tools.serve.response_items import Called, Item, Message, Thought, Told
 from graphrt.tools.serve.responses_input import as_chat
@@ -64,7 +64,7 @@ class Answer:
         self.state, self.body, self.text = state, body, text
         self._reader = reader_of(asked, marks)
         self._items, self._logprobs = list[Item](), list[Mapping[str, Any]]()  # the latter of what is not told yet
-        self._id = f"resp_{secrets.token_hex(12)}"
+        self._id = new_id("resp_")
         self._created = int(time.time())
         self._n_events = 0
 

@@ -118,7 +118,7 @@ class Chat:
         reasoning, content = ("".join(parts) for parts in zip(*((each.reasoning, each.content) for each in said)))
         content = self._echo + content
         message: dict[str, Any] = {
-            "role": "assistant", "content": content, "refusal": None, "reasoning_content": reasoning or None,
+            "role": "assistant", "content": content, "refusal": None, **_thought(reasoning or None),
         }  # fmt: skip
         if reader.calls:
             message |= {"content": content or None, "tool_calls": [call.told for call in reader.calls]}
@@ -140,7 +140,7 @@ class Chat:
             told = self._tokens.first_of(self.texts[i]) if i == 0 else {}
             yield chunk(_delta(i, {"role": "assistant", "content": self._echo}), **told)
         plain = [
-            (chunk.form(_delta(i, {"content": HERE})), chunk.form(_delta(i, {"reasoning_content": HERE})))
+            (chunk.form(_delta(i, {"content": HERE})), chunk.form(_delta(i, _thought(HERE))))
             for i in range(len(self.texts))
         ]
         places = {text: i for i, text in enumerate(self.texts)}
@@ -186,14 +186,19 @@ class Chat:
         if piece.finish:
             ended = "tool_calls" if reader.calls_end_it else answers.FINISH[piece.finish]
             # clients of models that think read this of every delta that has no content
-            found.append(_delta(i, {"reasoning_content": None}, None, ended) | answers.ended_by(piece))
+            found.append(_delta(i, _thought(None), None, ended) | answers.ended_by(piece))
         found[0:1] = [each | ids for each in found[0:1]]
         return found
 
 
+def _thought(text: str | None) -> dict[str, Any]:
+    """By DeepSeek's name, which llama-server has, and by that of OpenRouter, Ollama and newer vLLM."""
+    return {"reasoning_content": text, "reasoning": text}
+
+
 def _deltas(said: Said) -> list[dict[str, Any]]:
     """What is new, as streams have it: of a call first its name, then its arguments."""
-    text = {"reasoning_content": said.reasoning} if said.reasoning else {}
+    text: dict[str, Any] = _thought(said.reasoning) if said.reasoning else {}
     text |= {"content": said.content} if said.content else {}
     found: list[dict[str, Any]] = [text] if text else []
     for part in said.calls:

@@ -9,13 +9,13 @@ to=functions.f" and the arguments of a call. What a template doesn't mention is 
 from __future__ import annotations
 
 import re
-import secrets
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from graphrt.tools.serve.call_finder import CallFinder, overlap
 from graphrt.tools.serve.call_parts import CallPart
+from graphrt.tools.serve.ids import new_id
 from graphrt.tools.serve.schemas import Tool
 
 #: The marks around what models think.
@@ -137,7 +137,7 @@ class Reader:
     def _counted(self, part: CallPart) -> CallPart:
         """A piece with its call's number, and where that begins with the call's id."""
         if part.name:
-            self.calls.append(Call(f"call_{secrets.token_hex(12)}", part.name))
+            self.calls.append(Call(new_id("call_"), part.name))
         call = self.calls[-1]
         if part.whole and not (call.arguments + part.arguments).strip():
             part = part._replace(arguments="{}")

@@ -23,6 +23,7 @@ Ids = Annotated[list[Id], Field(min_length=1)]
 Guessed = Annotated[int, Field(ge=0, le=MAX_GUESSED)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Name = Annotated[str, Field(min_length=1, max_length=256)]
+Effort = Annotated[str, Field(max_length=64)]
 #: Texts, as themselves or as token ids.
 Prompts = str | Ids | Annotated[list[str | Ids], Field(min_length=1, max_length=MAX_TEXTS)]
 #: A token's id, or a text for all of its tokens, and what is added to their logits: false for never.
@@ -78,9 +79,10 @@ class JsonSchema(Body):
 
 
 class ResponseFormat(Body):
-    type: Literal["text", "json_object", "json_schema"]
+    type: Literal["text", "json_object", "json_schema", "json", "regex"]  # the last two are text-generation-inference's
     json_schema: JsonSchema | None = None
     schema_: dict[str, Any] | None = Field(None, alias="schema")  # llama-server's, of json_object
+    value: dict[str, Any] | str | None = None  # text-generation-inference's place of what these types say
 
 
 class StructuredOutputs(Body):
@@ -176,6 +178,9 @@ class Generating(Sampling):
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=INT32_MAX)] | None = None
     truncation_side: Literal["left", "right"] | None = None
     prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    allowed_token_ids: Ids | None = None
+    logprob_token_ids: Annotated[list[Id], Field(min_length=1, max_length=MAX_TEXTS)] | None = None
+    bad_words: Annotated[list[str], Field(max_length=MAX_TEXTS)] | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     guided_json: str | dict[str, Any] | None = None
@@ -210,6 +215,14 @@ class CompletionRequest(Generating):
     @property
     def n_texts(self) -> int:
         return self.best_of or self.n or 1
+
+
+class ReasoningOptions(Body):
+    effort: Effort | None = None
+    summary: str | None = None  # none is made
+    generate_summary: str | None = None  # its older name
+    context: str | None = None  # taken and not looked at, as is the next one
+    mode: str | None = None
 
 
 class Function(Loose):
@@ -282,11 +295,12 @@ class ChatRequest(Generating):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     tools: Annotated[list[Tool], Field(max_length=MAX_CHOICES)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedChoice | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedChoice | Name | None = None  # TGI's: a name
     parallel_tool_calls: bool | None = None
     modalities: list[Literal["text"]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    reasoning_effort: Annotated[str, Field(max_length=64)] | None = None  # templates may read it
+    reasoning_effort: Effort | None = None  # templates may read it
+    reasoning: ReasoningOptions | None = None  # Ollama's other place for it
     reasoning_format: Literal["auto", "deepseek", "none"] | None = None
     separate_reasoning: bool | None = None  # SGLang's: false is reasoning_format "none"
     add_generation_prompt: bool | None = None  # vLLM's, as is the next one
@@ -300,16 +314,25 @@ class ChatRequest(Generating):
     safety_identifier: str | None = None
 
 
-class EmbeddingsRequest(Body):
+class Truncated(Body):
+    """vLLM's fields for texts that are too long."""
+
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=INT32_MAX)] | None = None
+    truncation_side: Literal["left", "right"] | None = None
+
+
+class EmbeddingsRequest(Truncated):
     """/v1/embeddings"""
 
     model: str | None = None
     input: Prompts
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: int | None = None
-    truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=INT32_MAX)] | None = None  # vLLM's, as the next one
-    truncation_side: Literal["left", "right"] | None = None
     user: str | None = None
+
+
+class Invocation(RootModel[ChatRequest | CompletionRequest | EmbeddingsRequest]):
+    """/invocations, as it is described; what ranks texts may come there too."""
 
 
 class TokenizeRequest(Body):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
@@ -24,7 +24,7 @@ class NativeGenerating(Generating):
     model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False)
 
     n_probs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
-    post_sampling_probs: Literal[False] | None = None
+    post_sampling_probs: bool | None = None
     return_tokens: bool | None = None
     response_fields: Annotated[list[str], Field(max_length=MAX_CHOICES)] | None = None
     max_tokens: Annotated[int, Field(ge=-1, le=INT32_MAX)] | None = None

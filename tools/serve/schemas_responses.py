@@ -15,6 +15,7 @@ from graphrt.tools.serve.schemas import (
     Loose,
     Name,
     Part,
+    ReasoningOptions,
     Sampling,
     StreamOptions,
     Tier,
@@ -44,14 +45,6 @@ class TextFormat(Body):
 class TextOptions(Body):
     format: TextFormat | None = None
     verbosity: Literal["low", "medium", "high"] | None = None  # taken and not looked at
-
-
-class ReasoningOptions(Body):
-    effort: Annotated[str, Field(max_length=64)] | None = None
-    summary: str | None = None  # none is made
-    generate_summary: str | None = None  # its older name
-    context: str | None = None  # taken and not looked at, as is the next one
-    mode: str | None = None
 
 
 class FunctionTool(Loose):

@@ -14,6 +14,7 @@ from starlette.responses import JSONResponse
 
 from graphrt import __version__
 from graphrt.models.model import Model
+from graphrt.models.rerank import Ranker
 from graphrt.tools.serve.errors import ApiError, of_runtime
 from graphrt.tools.serve.inbox import Inbox
 from graphrt.tools.serve.logs import ASKED
@@ -28,10 +29,11 @@ Embed: TypeAlias = Callable[[Sequence[Sequence[int]]], list[Any]]
 
 
 class Embedder(NamedTuple):
-    """A model that gives vectors."""
+    """A model that gives vectors. ranker: what ranks texts by it, None where it has no head for that."""
 
     model: Model
     embed: Embed
+    ranker: Ranker | None = None
 
 
 @dataclass(frozen=True)
@@ -49,8 +51,9 @@ class Limits:
 @dataclass
 class State:
     """A server's model under its names, the first of which answers say. maker: None where the model generates no
-    text; embed: what gives vectors of it; embedders: other models that give vectors, by their names, the first of
-    which does where a request names none."""
+    text; any_name: requests may call it what they like; embed, own_ranker: what gives vectors of it, and ranks texts by
+    it; embedders: other models that give vectors, by their names, the first of which does where a request names
+    none."""
 
     model: Model
     names: Sequence[str]
@@ -61,6 +64,8 @@ class State:
     embed: Embed
     facts: dict[str, Any] = field(default_factory=dict)
     embedders: Mapping[str, Embedder] = field(default_factory=dict)
+    any_name: bool = False
+    own_ranker: Ranker | None = None
     created: int = field(default_factory=lambda: int(time.time()))
     threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(2, "graphrt-serve-prepare"))
 
@@ -80,16 +85,10 @@ class State:
 
     @property
     def listed(self) -> list[str]:
-        """The same, each model by its first name alone."""
-        found, seen = list[str](), set[int]()
-        for name in self.all_names:
-            model = id(self.embedders[name].model) if name in self.embedders else id(self.model)
-            if name in self.names or name in self.embedders:
-                if model in seen:
-                    continue
-                seen.add(model)
-            found.append(name)
-        return found
+        """The same, each model by its first name alone, and each adapter by its own."""
+        adapters = self.maker.adapters if self.maker is not None else None
+        firsts = {id(each.model): name for name, each in reversed(list(self.embedders.items()))}
+        return [self.name, *(adapters.listed if adapters is not None else ()), *firsts.values()]
 
     def check_model(self, name: str | None) -> None:
         """Raises ApiError for a model that isn't here, or that generates no text."""
@@ -102,10 +101,17 @@ class State:
         self._check_known(name)
         if name is None and self.embedders:
             return next(iter(self.embedders.values()))
-        return self.embedders.get(name or "", Embedder(self.model, self.embed))
+        return self.embedders.get(name or "", Embedder(self.model, self.embed, self.own_ranker))
+
+    def ranker(self, name: str | None) -> Embedder:
+        """What ranks texts for a request that names this model: of several where it names none the first with a head
+        for it, else the first that gives vectors. Raises ApiError for one that isn't here."""
+        if name is None and self.own_ranker is not None:
+            return Embedder(self.model, self.embed, self.own_ranker)
+        return self.embedder(name)
 
     def _check_known(self, name: str | None) -> None:
-        if name is not None and name not in self.all_names:
+        if name is not None and name not in self.all_names and not self.any_name:
             raise ApiError(
                 f"the model must be {_listed(self.all_names)}, which this server has, got {name[:80]!r}",
                 status=404,

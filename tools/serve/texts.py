@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from graphrt.errors import ChatTemplateError, SessionError
@@ -51,13 +51,16 @@ _SAMPLERS = {
 }
 #: Tokens of a completion that says no number, as OpenAI has it.
 COMPLETION_TOKENS = 16
+#: Tokens of a conversation that are counted, whatever the model takes.
+MOST_COUNTED = 1 << 20
 
 
 @dataclass
 class Maker:
     """Makes texts of requests. defaults: of the sampling parameters that a request leaves out; most: tokens of a text
     with its prompt; most_made: tokens that a text may be asked for, -1 for no limit; most_texts: of a request;
-    adapters: those of the model, None of one without any."""
+    adapters: those of the model, None of one without any; variables: what a template may read unless a request says
+    otherwise."""
 
     model: Model
     defaults: SamplerParams
@@ -65,6 +68,7 @@ class Maker:
     most_made: int = -1
     most_texts: int = 1024
     adapters: ServedAdapters | None = None
+    variables: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._grammars = threading.Lock()
@@ -144,11 +148,11 @@ class Maker:
         except SessionError as error:
             raise _too_long(error, "prompt") from error
 
-    def _known(self, ids: Sequence[Any]) -> list[int]:
+    def _known(self, ids: Sequence[Any], param: str = "prompt") -> list[int]:
         bad = next((i for i in ids if i >= self.model.network.hp.n_vocab), None)
         if bad is not None:
             raise ApiError(
-                f"a token id must be 0 to {self.model.network.hp.n_vocab - 1}, got {bad}; see /tokenize", param="prompt"
+                f"a token id must be 0 to {self.model.network.hp.n_vocab - 1}, got {bad}; see /tokenize", param=param
             )
         return list(ids)
 
@@ -164,17 +168,7 @@ class Maker:
         several = bool(request.parallel_tool_calls)
         rules = self._rules(request, n, best, tool_calls.schema_of(*wanted, several=several))
         self._check_count(request.n or 1)
-        more = dict(request.chat_template_kwargs or {})
-        if request.reasoning_effort is not None:
-            more.setdefault("reasoning_effort", request.reasoning_effort)
-        goes_on = bool(request.continue_final_message)
-        if goes_on and request.add_generation_prompt:
-            raise ApiError("a message goes on or a new one begins: give one of add_generation_prompt and "
-                           "continue_final_message", param="continue_final_message")  # fmt: skip
-        if request.echo and not goes_on:
-            raise ApiError("echo tells the message that goes on: give continue_final_message too", param="echo")
-        answers = not goes_on and request.add_generation_prompt is not False
-        prompt = self.rendered(request.messages, wanted[0], more, answers=answers, goes_on=goes_on)
+        prompt = self.prompt_of(request)
         template = self.model.chat_template
         assert template is not None
         # a text that follows a grammar is an answer from its first token on
@@ -183,6 +177,23 @@ class Maker:
         cut = self._cut(request, n)
         ids = cut.of(self.chat_ids(prompt, cut.limit))
         return self._texts(request, ids, n, rules, key, _scored(request)), marks
+
+    def prompt_of(self, request: ChatRequest) -> str:
+        """A conversation that is asked about, by the model's template. Raises ApiError."""
+        more = dict(request.chat_template_kwargs or {})
+        effort = request.reasoning_effort or (request.reasoning.effort if request.reasoning is not None else None)
+        if effort is not None:
+            more.setdefault("reasoning_effort", effort)
+        if effort == "none":
+            more.setdefault("enable_thinking", False)
+        goes_on = bool(request.continue_final_message)
+        if goes_on and request.add_generation_prompt:
+            raise ApiError("a message goes on or a new one begins: give one of add_generation_prompt and "
+                           "continue_final_message", param="continue_final_message")  # fmt: skip
+        if request.echo and not goes_on:
+            raise ApiError("echo tells the message that goes on: give continue_final_message too", param="echo")
+        answers = not goes_on and request.add_generation_prompt is not False
+        return self.rendered(request.messages, tools_of(request)[0], more, answers=answers, goes_on=goes_on)
 
     def rendered(
         self,
@@ -198,7 +209,7 @@ class Maker:
         template = self.model.chat_template
         if template is None:
             raise ApiError("a conversation needs a chat template, this model has none; use /v1/completions")
-        variables = dict(more or {})
+        variables = {**self.variables, **(more or {})}
         if tools:
             variables["tools"] = [tool.model_dump(exclude_none=True) for tool in tools]
         try:
@@ -240,10 +251,20 @@ class Maker:
             return TextRules(
                 n, stop, request.stop_token_ids or (), never_ends, form.grammar, form.schema, best, form.regex,
                 least, bool(request.include_stop_str_in_output), request.skip_special_tokens is False,
+                request.allowed_token_ids, request.bad_words or (),
+                isinstance(request, NativeGenerating) and bool(request.post_sampling_probs), self._named(request, best),
             )  # fmt: skip
         except SessionError as error:
-            place = next((name for said, name in _PLACES.items() if said in str(error)), None)
-            raise of_runtime(error, place or _rule_of(request)) from error
+            raise of_runtime(error, _rule_of(request, error)) from error
+
+    def _named(self, request: Generating, best: int | None) -> list[int]:
+        """The tokens that log-probabilities are told of, none for the likeliest. Raises ApiError."""
+        if request.logprob_token_ids is None:
+            return []
+        if best is None:
+            raise ApiError("logprob_token_ids says of which tokens log-probabilities are told: give logprobs too",
+                           param="logprob_token_ids")  # fmt: skip
+        return self._known(request.logprob_token_ids, "logprob_token_ids")
 
     def sampling(self, request: Generating) -> SamplerParams:
         """The parameters that a request asks for. Raises ApiError."""
@@ -288,7 +309,7 @@ class Maker:
                 with self._grammars:
                     sampler, pieces = self.model.new_text(params, rules)
             except SessionError as error:
-                raise of_runtime(error, _rule_of(request)) from error
+                raise of_runtime(error, _rule_of(request, error)) from error
             leader = found[0] if found else None
             most = request.speculative_n_max
             score = scored if leader is None else None
@@ -311,14 +332,20 @@ def tools_of(request: ChatRequest) -> tuple[list[Tool], str | None]:
         return allowed, "" if choice.allowed_tools.mode == "required" else None
     if isinstance(choice, NamedTool):
         return tools, _name(choice, tools, "function.name")
-    return tools, "" if choice == "required" else None
+    if choice in (None, "auto"):
+        return tools, None
+    return tools, "" if choice == "required" else _known_name(choice, tools, "tool_choice")
 
 
 def _name(choice: NamedTool, tools: Sequence[Tool], place: str) -> str:
+    return _known_name(choice.function.name, tools, f"tool_choice.{place}")
+
+
+def _known_name(name: str, tools: Sequence[Tool], place: str) -> str:
     """The name of a tool that there is. Raises ApiError."""
-    if choice.function.name not in [tool.function.name for tool in tools]:
-        raise ApiError("tool_choice must name tools that there are", param=f"tool_choice.{place}")
-    return choice.function.name
+    if name not in [tool.function.name for tool in tools]:
+        raise ApiError("tool_choice must name tools that there are, or be one of none, auto and required", param=place)
+    return name
 
 
 def fields_of(params: SamplerParams) -> dict[str, Any]:
@@ -346,11 +373,21 @@ def _scored(request: Generating, echoed: int | None = None) -> int | None:
 
 
 #: What the runtime's sentences say -> the field that they are about.
-_PLACES = {"a stop must": "stop", "a stop id": "stop_token_ids", "got at least": "min_tokens"}
+_PLACES = {
+    "a stop must": "stop",
+    "a stop id": "stop_token_ids",
+    "got at least": "min_tokens",
+    "allowed ids must": "allowed_token_ids",
+    "a bad word": "bad_words",
+    "after sampling": "post_sampling_probs",
+}
 
 
-def _rule_of(request: Generating) -> str | None:
-    """The field that a grammar's error is about."""
+def _rule_of(request: Generating, error: SessionError) -> str | None:
+    """The field that an error is about: what its sentence says, or a grammar's."""
+    place = next((name for said, name in _PLACES.items() if said in str(error)), None)
+    if place is not None:
+        return place
     form = form_of(request).field
     if form is not None:
         return form

@@ -5,6 +5,7 @@ Ctrl-C end it once the requests that it has are answered."""
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import socket
 import sys
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from graphrt.models.guesses import Drafts
     from graphrt.models.hparams import HParams
     from graphrt.models.model import Model
+    from graphrt.models.rerank import Ranker
     from graphrt.ranks import Ranks
     from graphrt.tools.serve.scheduler import Scheduler
     from graphrt.tools.serve.state import Embed, Embedder, State
@@ -60,6 +62,8 @@ DRAFTED = 8
 KEPT = 1 << 30
 #: Tokens of a page: the end of a prompt that isn't a whole page is read anew for each text.
 PAGE = 64
+#: An --alias that stands for all names.
+ANY_NAME = "*"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -71,7 +75,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--port", type=whole(0, 65535), default=8080, metavar="N", help="0: any free one (default: 8080)"
     )
-    names = "what requests call the model, with commas between several names (default: its file's name)"
+    names = "what requests call the model, with commas between several names, * for whatever they call it (default: "
+    names += "its file's name)"
     group.add_argument("-a", "--alias", metavar="NAME", help=names)
     keys = "a key that requests must have; several times, or with commas between, for several"
     group.add_argument("--api-key", action="append", default=[], metavar="KEY", help=keys)
@@ -86,6 +91,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     predict = "the most tokens of a text, whatever is asked for, -1: no limit (default)"
     group.add_argument("-n", "--predict", type=whole(-1), default=-1, metavar="N", help=predict)
     add_template_argument(group)
+    variables = (
+        'a JSON object that a chat template may read, unless a request says otherwise: {"enable_thinking": false}'
+    )
+    group.add_argument("--chat-template-kwargs", type=json_object, default={}, metavar="JSON", help=variables)
     group.add_argument("--pooling", default="", metavar="KIND", help="of embeddings (default: what the file names)")
     body = "bytes that a request may have (default: 16 MiB)"
     group.add_argument("--max-body", type=whole(1024), default=16 << 20, metavar="N", help=body)
@@ -128,6 +137,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     none = "adapters have the scale 0 unless a request says otherwise"
     parser.add_argument("--lora-init-without-apply", action="store_true", help=none)
     add_sampling_arguments(parser)
+
+
+def json_object(given: str) -> dict[str, Any]:
+    """Raises argparse's error for what is none."""
+    try:
+        found = json.loads(given)
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise argparse.ArgumentTypeError(f'must be a JSON object, as {{"enable_thinking": false}}, got {given[:80]!r}')
+    return found
 
 
 def main(args: argparse.Namespace) -> int:
@@ -285,11 +305,18 @@ def made_state(model: Model, args: argparse.Namespace, sampling: Any) -> State:
     if scheduler is not None and model.decoder.adapters is not None:
         adapters = ServedAdapters(names, model.decoder.adapters.names, model.decoder.adapters.scales)
     if scheduler is not None:
-        maker = Maker(model, sampling, scheduler.most_tokens, args.predict, at_once, adapters)
+        maker = Maker(
+            model, sampling, scheduler.most_tokens, args.predict, at_once, adapters, args.chat_template_kwargs
+        )
         assert model.chat_template is None or model.chat_template.source  # one that can't be used is told of now
     worker = Worker(scheduler, metrics, args.max_queue, leader)
     embed = embed if leader is None else leader.embeds(embed)
-    return State(model, names, worker, maker, metrics, limits, embed, embedders=embedders_of(args, names))
+    any_name = ANY_NAME in map(str.strip, (args.alias or "").split(","))
+    embedders = embedders_of(args, names)
+    ranker = ranker_of(model, args) if leader is None else None
+    return State(
+        model, names, worker, maker, metrics, limits, embed, embedders=embedders, any_name=any_name, own_ranker=ranker
+    )
 
 
 def scheduler_of(model: Model, args: argparse.Namespace) -> Scheduler | None:
@@ -310,31 +337,42 @@ def embed_of(model: Model, args: argparse.Namespace) -> Embed:
     return lambda ids: model.embed(ids, args.pooling, n_batch=args.batch_size)
 
 
+def ranker_of(model: Model, args: argparse.Namespace) -> Ranker | None:
+    """What ranks texts by a model, None where it has no head for that."""
+    from graphrt.models.rerank import Ranker, has_head
+
+    return Ranker(model, args.batch_size) if has_head(model) else None
+
+
 def embedders_of(args: argparse.Namespace, taken: Sequence[str]) -> dict[str, Embedder]:
     """The model that --embedding-model names, by the names that requests may call it. Raises SessionError for one
     without a pooling, or of MODEL's name."""
     from graphrt.models.embed import check_pooling
+    from graphrt.models.rerank import has_head
     from graphrt.tools.serve.state import Embedder
 
     if not args.embedding_model:
         return {}
     asked = beside(args, args.embedding_model)
     model = load_model(asked, args.exact)
-    check_pooling(args.pooling, model.network.hp.pooling)
+    if not has_head(model):
+        check_pooling(args.pooling, model.network.hp.pooling)
     names = names_of(model, asked)
     if set(names) & set(taken):
         raise SessionError(f"models must have names of their own, both are called {names[-1]!r}; give MODEL an --alias")
-    return dict.fromkeys(names, Embedder(model, embed_of(model, args)))
+    return dict.fromkeys(names, Embedder(model, embed_of(model, args), ranker_of(model, args)))
 
 
 def names_of(model: Model, args: argparse.Namespace) -> list[str]:
-    """What requests may call the model: as the command line did, or by its file, unless --alias says how. Raises
-    SessionError for an empty name."""
+    """What requests may call the model: as the command line did, or by its file, unless --alias says how; that it may
+    have any name is no name. Raises SessionError for an empty one."""
     if args.alias is not None:
         names = [each.strip() for each in args.alias.split(",")]
         if not all(names):
             raise SessionError(f"a model's name must have a character, got {args.alias!r}; leave --alias out for none")
-        return list(dict.fromkeys(names))
+        own = [name for name in dict.fromkeys(names) if name != ANY_NAME]
+        if own:
+            return own
     if args.synthetic:
         return [args.synthetic]
     asked = getattr(args, "asked", args.model)  # of several ranks all have the file's path in its place

@@ -18,11 +18,9 @@ import triton.language as tl
 from graphrt.backends.triton.accesses import Call, accesses
 from graphrt.backends.triton.context import Context, Step
 from graphrt.backends.triton.kernels.common.pdl import take_turn
-from graphrt.backends.triton.kernels.joined import FLAGGED, bits_of, join_launch, shots
+from graphrt.backends.triton.kernels.joined import join_launch, shots
 from graphrt.backends.triton.kernels.joined_fusions import why_apart, why_not_by_peers
-from graphrt.backends.triton.kernels.overlapped_fusions import BANDS
 from graphrt.backends.triton.launch import Launch, launch_options
-from graphrt.env import SUM_BITS
 from graphrt.ops.collectives import is_played
 from graphrt.ops.send_recv import on_link
 from graphrt.peers import Peers
@@ -101,24 +99,19 @@ def _views(node: Tensor, ctx: Context) -> list[torch.Tensor]:
     return [ctx.view(t).torch() for t in node.sources()]
 
 
-def joined_choice(node: Tensor, exact: bool = False) -> Choice:
-    """How an ALL_REDUCE is added up, and why so. exact: results are to be."""
+def joined_choice(node: Tensor) -> Choice:
+    """How an ALL_REDUCE is added up, and why so."""
     p, kb = node.params, -(-node.data_nbytes // 1024)
     alone, apart = why_not_by_peers(node), why_apart(node)
     if alone is None and apart is None:
         n = shots(p.ranks, node.data_nbytes)
         each = "every rank writes its part to all others" if n == 1 else "a row's owner adds up and writes the sum"
         reason = f"{kb} KB over {p.ranks} ranks whose GPUs share memory: {each}, in the launch that goes on with it"
-        shared = peers(p.ranks)
-        if isinstance(shared, Peers) and bits_of(shared, node.data_nbytes >= FLAGGED, exact) == 16:
-            reason += f"; {SUM_BITS.flag} 16: elements travel in 16 bits"
         return Choice("join_rows, one shot" if n == 1 else "join_rows, two shots", [reason])
     refused = {"a launch that writes to other ranks": apart or alone or ""}
     if is_played(node):
-        return Choice("parts side by side", [BANDS.told(node)] if node.data_nbytes > ONE_SHOT else [], refused)
-    gathers, whole = node.data_nbytes <= ONE_SHOT, BANDS.why_whole(node)
-    if whole is not None and not gathers:
-        refused["bands of tokens beside the product"] = whole
+        return Choice("parts side by side", [], refused)
+    gathers = node.data_nbytes <= ONE_SHOT
     reason = f"{kb} KB: " + ("every rank has all parts" if gathers else "each rank adds up a piece")
     return Choice("all_gather (NCCL)" if gathers else "all_to_all and all_gather (NCCL)", [reason], refused)
 
@@ -128,26 +121,19 @@ def lower_all_reduce(nodes: Sequence[Tensor], ctx: Context) -> list[Step]:
     a piece, and pieces are handed on."""
     node = nodes[0]
     sources, ranks, out = _views(node, ctx), int(node.params.ranks), ctx.view(node).data
-    ctx.choices[node] = joined_choice(node, ctx.exact)
+    ctx.choices[node] = joined_choice(node)
     shared = peers(ranks) if why_not_by_peers(node) is None and why_apart(node) is None else None
     if isinstance(shared, Peers):
-        x, total = sources[0].reshape(-1, node.ne[0]), out.view(-1, node.ne[0])
-        return [join_launch(ctx.target, x, ranks, shared, total, exact=ctx.exact)]
+        return [join_launch(ctx.target, sources[0].reshape(-1, node.ne[0]), ranks, shared, out.view(-1, node.ne[0]))]
     if is_played(node) or node.data_nbytes <= ONE_SHOT:
         parts, steps = parts_side_by_side(sources, ranks, ctx)
         return [*steps, _sum(parts, out, ctx)]
     own, steps = _flat(sources[0], ctx)
-    return steps + sum_by_pieces(own, out, ranks, ctx)
-
-
-def sum_by_pieces(own: torch.Tensor, out: torch.Tensor, ranks: int, ctx: Context) -> list[Step]:
-    """Adds up all ranks' elements over NCCL: each rank adds up a piece, and pieces are handed on. own, out: [n]."""
-    steps: list[Step] = []
     n, each = own.numel(), -(-own.numel() // ranks)
     whole = out
     if n % ranks:
         padded, whole = (_memory(ctx, name, (ranks * each,), own) for name in ("padded part", "padded sum"))
-        steps = [_copy(own, padded[:n])]
+        steps = [*steps, _copy(own, padded[:n])]
         own = padded
     pieces, mine = _memory(ctx, "all ranks' parts", (ranks, each), own), _memory(ctx, "a rank's piece", (each,), own)
     steps += [

@@ -238,18 +238,18 @@ def _joined(
 @triton.jit(do_not_specialize=["rank"])
 def join_rows(
     p_x, p_slots, p_table, p_rounds, rank, p_w, eps, p_residual, p_sum, p_w2, eps2, p_out, p_q, p_d, p_s, k,
-    HOW: tl.constexpr, FLAGGED: tl.constexpr, BITS: tl.constexpr, SPLIT: tl.constexpr, MOST: tl.constexpr,
-    RANKS: tl.constexpr, ROWS: tl.constexpr, LONGEST: tl.constexpr, TO: tl.constexpr, PARTS: tl.constexpr,
-    EARLY: tl.constexpr, BLOCK: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
+    HOW: tl.constexpr, FLAGGED: tl.constexpr, SPLIT: tl.constexpr, MOST: tl.constexpr, RANKS: tl.constexpr,
+    ROWS: tl.constexpr, LONGEST: tl.constexpr, TO: tl.constexpr, PARTS: tl.constexpr, EARLY: tl.constexpr,
+    BLOCK: tl.constexpr, PTX: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (row, part): sum = x of rank 0 + x of rank 1 + ..., after norm() * w if there is a w, + residual if there
     is one; norm(sum) * w2 stored as TO says, if there is a w2.
 
     HOW: "parts": x is f32 [RANKS, n, k], all ranks'; "one shot", "two shots": x is this rank's, f32 [n, k], and the
     others' come as the module says: p_slots, p_table, p_rounds as Peers has them, ROWS, LONGEST of theirs, MOST is its
-    SPLITS; FLAGGED: with a flag, of BITS an element. SPLIT: parts of a row, a power of two up to MOST, 1 of "parts", of
-    two shots and of what is flagged. residual, sum: f32 [n, k] without gaps; sum's memory may be x's or residual's. w,
-    w2: f32 [k], read before what other kernels wrote if EARLY. out: norm(sum) * w2 in f32, or None. TO, PARTS: as
+    SPLITS; FLAGGED: as plain f32 with a flag. SPLIT: parts of a row, a power of two up to MOST, 1 of "parts", of two
+    shots and of what is flagged. residual, sum: f32 [n, k] without gaps; sum's memory may be x's or residual's. w, w2:
+    f32 [k], read before what other kernels wrote if EARLY. out: norm(sum) * w2 in f32, or None. TO, PARTS: as
     store_row(). A block is a row.
     """
     program = tl.program_id(0)
@@ -281,7 +281,7 @@ def join_rows(
         by_owner: tl.constexpr = HOW == "two shots"
         if FLAGGED:
             x = joined_by_flags(
-                x, p_slots, p_table, rank, program, told, i, m, by_owner, RANKS, ROWS, LONGEST, BITS, PTX
+                x, p_slots, p_table, rank, program, told, i, m, by_owner, RANKS, ROWS, LONGEST, PTX
             )  # fmt: skip
         else:
             x = _joined(x, own, p_slots, p_table, rank, program, told, k, by_owner, RANKS, ROWS, LONGEST, PTX)
@@ -303,11 +303,6 @@ def shots(ranks: int, nbytes: int) -> int:
     return 1 if ranks == 2 or nbytes <= ONE_SHOT else 2
 
 
-def bits_of(peers: Peers | None, flagged: bool, exact: bool) -> int:
-    """Bits of an element on a link: those that were asked for where rows have flags. exact: results are to be."""
-    return peers.bits if peers is not None and flagged and not exact else 32
-
-
 def split_of(target: Target, n: int, k: int) -> int:
     """Into how many parts n rows of k elements go, each a program's: as many as are worth it and on the GPU at once, of
     at least PART elements."""
@@ -322,7 +317,6 @@ def join_launch(
     residual: torch.Tensor | None = None, norm: NormWeight | None = None, second: NormWeight | None = None,
     out: Q8Rows | torch.Tensor | None = None, early: bool = False, ordered: bool = False,
     out_f32: torch.Tensor | None = None, split: int = 0, flagged: bool | None = None,
-    exact: bool = False,
 ) -> Launch:  # fmt: skip
     """total = the sum over ranks, after `norm` if there is one, and with residual if there is one; and out, `second` of
     total, rounded.
@@ -330,8 +324,7 @@ def join_launch(
     x: this rank's part, f32 [n, k], where ranks share `peers`; else all ranks', [ranks, n, k]. total, residual: f32
     [n, k] without gaps, n up to ROWS and k to LONGEST; total may be x or residual. out, early, ordered, out_f32: as
     add_norm_quantize() has them. split: parts of a row that are told by themselves, 0 to choose.
-    flagged: rows are told as plain f32 with a flag, None to choose. exact: these keep their 32 bits, whatever `peers`
-    say.
+    flagged: rows are told as plain f32 with a flag, None to choose.
     """
     n, k = total.shape
     assert k <= min(LONGEST, MAX_ADD_NORM) and n <= ROWS and (peers is None or n <= target.sm_count)
@@ -345,8 +338,7 @@ def join_launch(
         "p_rounds": peers and peers.rounds, "rank": 0 if peers is None else peers.rank, "p_w": norm and norm.row,
         "eps": norm.eps if norm else 0.0, "p_residual": residual, "p_sum": total, "p_w2": second and second.row,
         "eps2": second.eps if second else 0.0, "p_out": out_f32, **outputs_of(out), "k": k, "HOW": how,
-        "FLAGGED": flagged, "BITS": bits_of(peers, flagged, exact), "SPLIT": split, "MOST": SPLITS, "RANKS": ranks,
-        "ROWS": ROWS, "LONGEST": LONGEST, "TO": form_of(out, ordered), "EARLY": early, "BLOCK": block,
-        "PTX": uses_ptx(target), "PDL": target.has_pdl,
+        "FLAGGED": flagged, "SPLIT": split, "MOST": SPLITS, "RANKS": ranks, "ROWS": ROWS, "LONGEST": LONGEST,
+        "TO": form_of(out, ordered), "EARLY": early, "BLOCK": block, "PTX": uses_ptx(target), "PDL": target.has_pdl,
     }  # fmt: skip
     return Launch(join_rows, (n, split), args, launch_options(target, min(16, max(1, block // 256))))

@@ -7,19 +7,12 @@ lie apart use a link badly: 64 rows of 8,192 elements took 51 us on two H200, 82
 wide as it can, all its threads wait for each other, and one of them stores the row's flag, the number of its round,
 behind a fence for the whole system; so whoever reads that number has the row. Buffers of odd and even rounds do for
 these, too: a rank hands out round n + 2 after it has been handed round n + 1, which came after round n had been read.
-
-With 16 bits an element is a whole number of steps, up to 32767 of them, and 32 elements share a step, a power of two:
-a link carries 17 bits an element instead of 32. Elements are off by half a step at most, the largest of the 32 by one,
-which is 2^-14 of it. A rank adds its own part as others read it, and number times step is exact whether an add is
-joined to it or not; so all ranks still have the same bits.
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
-
-from graphrt.backends.triton.kernels.products.activations import magnitude, rounded
 
 
 @triton.jit
@@ -60,71 +53,38 @@ def _wait_for_flag(p, number, PTX: tl.constexpr):
 
 
 @triton.jit
-def in_steps(x, BITS: tl.constexpr):
-    """x, f32 [groups, 32], as whole numbers of steps, and the step of each group, f32 [groups]: NaN where the group has
-    what is not finite. With 32 BITS x as it is, and nothing."""
-    step = 0.0
-    if BITS == 16:
-        exponent = tl.maximum(tl.max(magnitude(x), 1) >> 23, 15)  # a step and its inverse are then normal numbers
-        step = tl.where(exponent == 255, 0x7FC00000, (exponent - 14) << 23).to(tl.float32, bitcast=True)
-        inverse = ((268 - exponent) << 23).to(tl.float32, bitcast=True)
-        number, _ = rounded(x * inverse[:, None])
-        x = tl.minimum(number, 32767.0)
-    return x, step
-
-
-@triton.jit
-def _in_all(number, step, BITS: tl.constexpr):
-    """What in_steps() has taken apart, rounded as it is told."""
-    x = number
-    if BITS == 16:
-        x = number * step[:, None]
-    return x
-
-
-@triton.jit
 def _hand(
-    x, step, p_there, rank, row, number, i, m, RANKS: tl.constexpr, ROWS: tl.constexpr, LONGEST: tl.constexpr,
-    BITS: tl.constexpr, PTX: tl.constexpr,
+    x, p_there, rank, row, number, i, m, RANKS: tl.constexpr, ROWS: tl.constexpr, LONGEST: tl.constexpr,
+    PTX: tl.constexpr,
 ):  # fmt: skip
-    """Writes a row, f32 [groups, 32], as in_steps() has it, into the slots at p_there, an address of any rank's."""
+    """Writes a row, f32 [groups, 32], into the slots at p_there, an address of any rank's."""
     p_row, p_flag = _plain(p_there.to(tl.pointer_type(tl.int64)), number, row, rank, RANKS, ROWS, LONGEST)
-    if BITS == 16:
-        tl.store(p_row.to(tl.pointer_type(tl.int16)) + i, x.to(tl.int32).to(tl.int16), mask=m)
-        tl.store(p_row + LONGEST // 2 + tl.arange(0, x.shape[0]), step)
-    else:
-        tl.store(p_row + i, x, mask=m)
+    tl.store(p_row + i, x, mask=m)
     _raise_flag(p_flag, number, PTX)
 
 
 @triton.jit
 def _taken(
     p_slots, source, row, number, i, m, RANKS: tl.constexpr, ROWS: tl.constexpr, LONGEST: tl.constexpr,
-    BITS: tl.constexpr, PTX: tl.constexpr,
+    PTX: tl.constexpr,
 ):  # fmt: skip
     """The row that a rank has handed to this one, once it is there."""
     p_row, p_flag = _plain(p_slots, number, row, source, RANKS, ROWS, LONGEST)
     _wait_for_flag(p_flag, number, PTX)
-    if BITS == 16:
-        told = tl.load(p_row.to(tl.pointer_type(tl.int16)) + i, mask=m, other=0, volatile=True).to(tl.float32)
-        step = tl.load(p_row + LONGEST // 2 + tl.arange(0, i.shape[0]), volatile=True)
-        x = _in_all(told, step, BITS)
-    else:
-        x = tl.load(p_row + i, mask=m, other=0.0, volatile=True)
-    return x
+    return tl.load(p_row + i, mask=m, other=0.0, volatile=True)
 
 
 @triton.jit
 def _all_taken(
     x, p_slots, rank, row, number, i, m, RANKS: tl.constexpr, ROWS: tl.constexpr, LONGEST: tl.constexpr,
-    BITS: tl.constexpr, PTX: tl.constexpr,
+    PTX: tl.constexpr,
 ):  # fmt: skip
     """The sum of all ranks' row, in the order of ranks, of which this one has x."""
     total = x
     for source in range(RANKS):
         part = x
         if source != rank:
-            part = _taken(p_slots, source, row, number, i, m, RANKS, ROWS, LONGEST, BITS, PTX)
+            part = _taken(p_slots, source, row, number, i, m, RANKS, ROWS, LONGEST, PTX)
         if source == 0:
             total = part
         else:
@@ -135,28 +95,21 @@ def _all_taken(
 @triton.jit
 def joined_by_flags(
     x, p_slots, p_table, rank, row, number, i, m, BY_OWNER: tl.constexpr, RANKS: tl.constexpr, ROWS: tl.constexpr,
-    LONGEST: tl.constexpr, BITS: tl.constexpr, PTX: tl.constexpr,
+    LONGEST: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """The sum of all ranks' row, as joined.py's _joined() has it. x: f32 [groups, 32]; i, m: of each element; BITS: of
-    an element of what is handed on, 32 or 16."""
-    steps, step = in_steps(x, BITS)
+    """The sum of all ranks' row, as joined.py's _joined() has it. x: f32 [groups, 32]; i, m: of each element."""
     if BY_OWNER and row % RANKS != rank:
         owner = row % RANKS
-        _hand(steps, step, tl.load(p_table + owner), rank, row, number, i, m, RANKS, ROWS, LONGEST, BITS, PTX)
-        total = _taken(p_slots, owner, row, number, i, m, RANKS, ROWS, LONGEST, BITS, PTX)
+        _hand(x, tl.load(p_table + owner), rank, row, number, i, m, RANKS, ROWS, LONGEST, PTX)
+        total = _taken(p_slots, owner, row, number, i, m, RANKS, ROWS, LONGEST, PTX)
     else:
         if not BY_OWNER:
             for peer in range(RANKS):
                 if peer != rank:
-                    p_there = tl.load(p_table + peer)
-                    _hand(steps, step, p_there, rank, row, number, i, m, RANKS, ROWS, LONGEST, BITS, PTX)
-        own = _in_all(steps, step, BITS)
-        total = _all_taken(own, p_slots, rank, row, number, i, m, RANKS, ROWS, LONGEST, BITS, PTX)
+                    _hand(x, tl.load(p_table + peer), rank, row, number, i, m, RANKS, ROWS, LONGEST, PTX)
+        total = _all_taken(x, p_slots, rank, row, number, i, m, RANKS, ROWS, LONGEST, PTX)
         if BY_OWNER:
-            steps, step = in_steps(total, BITS)
             for peer in range(RANKS):
                 if peer != rank:
-                    p_there = tl.load(p_table + peer)
-                    _hand(steps, step, p_there, rank, row, number, i, m, RANKS, ROWS, LONGEST, BITS, PTX)
-            total = _in_all(steps, step, BITS)
+                    _hand(total, tl.load(p_table + peer), rank, row, number, i, m, RANKS, ROWS, LONGEST, PTX)
     return total

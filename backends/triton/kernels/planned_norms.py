@@ -62,7 +62,7 @@ def lower_joined(found: JoinedSum, ctx: Context) -> list[Step]:
     follow: one launch where ranks share memory, or all parts are brought side by side before it."""
     node, total, after, before = found
     ranks = int(node.params.ranks)
-    ctx.choices[node] = joined_choice(node, ctx.exact)
+    ctx.choices[node] = joined_choice(node)
     found_peers = peers(ranks) if why_not_by_peers(node) is None else None
     shared = found_peers if isinstance(found_peers, Peers) else None
     steps: list[Step] = []
@@ -76,14 +76,12 @@ def lower_joined(found: JoinedSum, ctx: Context) -> list[Step]:
     early = bool(norms) and all(ctx.is_constant(norm.scaled["b"]) for norm in norms)
     first, second = (_norm_weight(norm, ctx) if norm is not None else None for norm in (before, after))
     if after is None:
-        return [*steps, join_launch(
-            ctx.target, x, ranks, shared, summed, residual, first, early=early, exact=ctx.exact,
-        )]  # fmt: skip
+        return [*steps, join_launch(ctx.target, x, ranks, shared, summed, residual, first, early=early)]
     form = plan_of(ctx).stored_as(after.scaled).form
     whole = ctx.view(after.scaled).data if form is Form.AS_IS else None
     return [*steps, join_launch(
         ctx.target, x, ranks, shared, summed, residual, first, second, _rounded(after.scaled, ctx), early,
-        form is Form.F16_ORDERED, whole, exact=ctx.exact,
+        form is Form.F16_ORDERED, whole,
     )]  # fmt: skip
 
 

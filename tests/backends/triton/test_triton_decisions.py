@@ -131,7 +131,7 @@ def test_rows_of_activations() -> None:
 
 def test_one_x_is_made_once_in_each_form() -> None:
     ctx, steps = context(HOPPER), list[Any]()
-    converted = emit.Converted(Product(Tensor("q8_0", (128, 8)), Tensor("f32", (128, 16))), ctx)
+    converted = emit._Converted(Product(Tensor("q8_0", (128, 8)), Tensor("f32", (128, 16))), ctx)
     forms = [Form.F16, Form.F16_ORDERED, Form.F16, Form.BF16]
     made = [converted.get(form, steps) for form in forms]
     assert [half.values.dtype for half in made] == [*[torch.float16] * 3, torch.bfloat16] and len(steps) == 3

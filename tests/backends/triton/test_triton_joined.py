@@ -7,7 +7,7 @@ from __future__ import annotations
 import multiprocessing
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,8 +27,6 @@ from support.fused_graphs import kernels, leaf, normed, product
 
 from graphrt.backends.triton.kernels import collectives, joined, joined_fusions, planned_norms
 from graphrt.backends.triton.kernels.products.activations import NormWeight
-from graphrt.backends.triton.launch import Launch
-from graphrt.errors import RankError
 from graphrt.peers import LONGEST, ROWS, SPLITS, Peers, words, words_of_rows
 from graphrt.tensor import Tensor
 
@@ -59,24 +57,20 @@ def residual_of(shape: tuple[int, int]) -> torch.Tensor:
     return torch.from_numpy(np.random.default_rng(99).standard_normal(shape, np.float32))
 
 
-def as_processes(
-    size: int, rounds: Sequence[Round], first: int = 0, late: int = -1, bits: int = 32, residual: bool = True
-) -> None:
-    """Runs all rounds on so many ranks. first: the number of the round before; late: a rank that comes last; bits: of
-    an element of rows with flags; residual: there is one."""
+def as_processes(size: int, rounds: Sequence[Round], first: int = 0, late: int = -1) -> None:
+    """Runs all rounds on so many ranks. first: the number of the round before; late: a rank that comes last."""
     slots = [torch.zeros(words(size), dtype=torch.int64).share_memory_() for _ in range(size)]
     table = torch.tensor([t.data_ptr() for t in slots], dtype=torch.int64)  # the same in a process that is forked
 
     def rank(number: int) -> None:
         own = Peers(number, size, slots[number], table, torch.full((ROWS, SPLITS), first, dtype=torch.int32))
-        own = replace(own, bits=bits)
         for made in rounds:
             time.sleep(0.02 * (number == late))
             shape = tuple(made.parts[number].shape)
             second = NormWeight(torch.linspace(0.5, 2, shape[1]), 1e-5)
             joined.join_launch(
-                device.target(0), made.parts[number].clone(), size, own, made.totals[number],
-                residual_of(shape) if residual else None, second=second, out_f32=made.normed[number],
+                device.target(0), made.parts[number].clone(), size, own, made.totals[number], residual_of(shape),
+                second=second, out_f32=made.normed[number],
             )()  # fmt: skip
 
     context = multiprocessing.get_context("fork")
@@ -209,86 +203,6 @@ def test_ranks_that_wait_for_each_other(
     as_processes(size, rounds, late=late)
     for made in rounds:
         check(made)
-
-
-def in_16_bits(x: torch.Tensor) -> torch.Tensor:
-    """What others read of a row that travels so: of each 32 elements whole steps, of which the largest has 2^14 to
-    2^15. NaN for 32 that are not all finite."""
-    groups = np.pad(x.double().numpy(), ((0, 0), (0, -x.shape[1] % 32))).reshape(x.shape[0], -1, 32)
-    with np.errstate(invalid="ignore"):
-        most = np.abs(groups).max(2, keepdims=True)
-        step = np.ldexp(1.0, np.maximum(np.frexp(most)[1] - 15, -126))
-        told = np.where(np.isfinite(most), np.minimum(np.rint(groups / step), 32767) * step, np.nan)
-    return torch.from_numpy(told.reshape(x.shape[0], -1)[:, : x.shape[1]].astype(np.float32))
-
-
-@pytest.mark.parametrize(("size", "one_shot", "late"), [(2, 1 << 16, 1), (3, 1 << 16, 0), (3, 64, 0)], ids=str)
-def test_rows_of_16_bits(size: int, one_shot: int, late: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every rank has the sum of what all have told, its own part too; in two shots the owner's sum is told so as
-    well."""
-    monkeypatch.setattr(joined, "ONE_SHOT", one_shot)
-    monkeypatch.setattr(joined, "FLAGGED", 0)
-    shapes = [(3, 40), (1, 64), (4, 40)]
-    rounds = rounds_of(size, shapes)
-    as_processes(size, rounds, late=late, bits=16)
-    for made, shape in zip(rounds, shapes):
-        wide, residual = torch.stack(made.parts).double().sum(0), residual_of(shape)
-        told = [in_16_bits(part) for part in made.parts]
-        total = told[0] + told[1]
-        for part in told[2:]:
-            total = total + part
-        two_shots = joined.shots(size, 4 * total.numel()) == 2
-        total = (in_16_bits(total) if two_shots else total) + residual
-        assert all(torch.equal(found, total) for found in made.totals)
-        assert all(torch.equal(norm, made.normed[0]) for norm in made.normed)
-        error = (total.double() - residual - wide).pow(2).sum() / wide.pow(2).sum()
-        assert 0 < error < 4e-9
-
-
-def test_what_16_bits_hold(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Zeros, the least and the largest numbers, what would be rounded to 32768 steps, and what is not finite."""
-    monkeypatch.setattr(joined, "FLAGGED", 0)
-    rows = np.outer([0.0, 1e-45, 3e38, -1e-36, 1.9999999, 1, 1, 1], np.ones(32))
-    rows[5:, 5] = np.inf, -np.inf, np.nan
-    (made,) = rounds_of(2, [(2, 128)])
-    made.parts[0].copy_(torch.from_numpy(rows.astype(np.float32).reshape(2, 128)))
-    made.parts[1].zero_()
-    as_processes(2, [made], bits=16, residual=False)
-    told = in_16_bits(made.parts[0])
-    assert told.view(8, 32)[:5].isfinite().all() and told.view(8, 32)[5:].isnan().all()
-    assert told.view(8, 32)[4, 0] == 32767 / 2**14, "not 32768 steps, which 16 bits have not"
-    for total in made.totals:
-        assert torch.equal(total.nan_to_num(7), told.nan_to_num(7))
-
-
-@pytest.mark.parametrize("exact", [False, True])
-def test_who_is_asked_for_16_bits(exact: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sums of many bytes are told so, and explanations say it; not those of results that are to be exact."""
-    two = TwoRanks(monkeypatch)
-    two.peers = replace(two.peers, bits=16)
-    for module in (joined, collectives):
-        monkeypatch.setattr(module, "FLAGGED", 4 * 64 * 3)
-    made: list[Launch] = []
-
-    def noted(*of: Any) -> Launch:
-        made.append(Launch(*of))
-        return made[-1]
-
-    monkeypatch.setattr(joined, "Launch", noted)
-    backend = get_backend("triton", exact=exact)
-    for n, bits in ((3, 32 if exact else 16), (2, 32)):
-        whole = ops.all_reduce(ops.scale(leaf("own", 64, n), 1.0), ranks=2, rank=1)
-        steps = prepare(Graph(ops.add(whole, leaf("r", 64, n))), [backend]).splits[0].run.steps
-        (choice,) = [s.choice for s in steps if s.choice is not None and s.choice.kernel.startswith("join_rows")]
-        assert made.pop().args["BITS"] == bits and not made
-        assert ("16 bits" in choice.reasons[0]) == (bits == 16)
-
-
-def test_ranks_asked_for_other_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert peers.bits_of(["16", "16"]) == 16
-    for said in (["32", "16"], ["8", "8"]):
-        with pytest.raises(RankError, match=r"must be 32 or 16 and one for all ranks, got \['.+'\], rank by rank"):
-            peers.bits_of(said)
 
 
 def test_numbers_of_rounds_begin_anew(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -445,14 +359,14 @@ def test_what_the_fusion_takes(given: Any, wanted: str) -> None:
 @pytest.mark.parametrize(
     ("places", "reach", "hip", "reason"),
     [
-        ([("a", 0, "32"), ("b", 0, "32")], True, None, "the ranks are on several hosts"),
-        ([("a", 0, "32"), ("a", 0, "32")], True, None, "two ranks have one GPU"),
-        ([("a", 0, "32"), ("a", 1, "32")], False, None, "GPU 0 can't reach the memory of GPU 1"),
-        ([("a", 0, "32"), ("a", 1, "32")], True, "6", "symmetric memory has been made for NVIDIA's GPUs alone"),
+        ([("a", 0), ("b", 0)], True, None, "the ranks are on several hosts"),
+        ([("a", 0), ("a", 0)], True, None, "two ranks have one GPU"),
+        ([("a", 0), ("a", 1)], False, None, "GPU 0 can't reach the memory of GPU 1"),
+        ([("a", 0), ("a", 1)], True, "6", "symmetric memory has been made for NVIDIA's GPUs alone"),
     ],
 )
 def test_memory_that_can_not_be_shared(
-    places: list[tuple[str, int, str]], reach: bool, hip: Any, reason: str, monkeypatch: pytest.MonkeyPatch
+    places: list[tuple[str, int]], reach: bool, hip: Any, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda *_: reach)
@@ -470,7 +384,7 @@ def test_one_rank_s_failure_is_everyone_s(monkeypatch: pytest.MonkeyPatch) -> No
     """What one can't have none uses: else one would wait where another does not write."""
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(peers, "_why_not", lambda *_: "")
-    monkeypatch.setattr(peers, "_made", lambda *_: "mine")
-    answers = iter([[("a", 0, "32"), ("a", 1, "32")], ["", ""], ["", "the other one has none"]])
+    monkeypatch.setattr(peers, "_made", lambda _: "mine")
+    answers = iter([[("a", 0), ("a", 1)], ["", ""], ["", "the other one has none"]])
     made = SimpleNamespace(everyones=lambda _: next(answers), size=2)
     assert peers.shared_by(made) == "the other one has none"  # type: ignore[arg-type]

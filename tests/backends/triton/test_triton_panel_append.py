@@ -28,6 +28,11 @@ from graphrt.tools.explain.devices import known_device
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 
+@pytest.fixture(autouse=True)
+def asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GRAPHRT_FUSE", "all,panel_append")
+
+
 def mask(*seen: int, n_kv: int = 200) -> np.ndarray:
     """f16 [sequences, n_kv]: so many cells are seen of each but for cell 3, and cells add what lies behind them."""
     found = -np.arange(n_kv - 1, -1, -1, np.float16) / 8 * np.ones((len(seen), 1), np.float16)
@@ -151,11 +156,11 @@ def test_layers_are_in_order() -> None:
     assert found.starts_early >= 2 and not found.violations, found
 
 
-def test_launches_of_their_own_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GRAPHRT_FUSE", "0")
+def test_unasked_it_is_launches_of_their_own_which_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GRAPHRT_FUSE")
     step, backend = step_of("hidden cells of NaN")
     kernels, facts = told(step, "split")
-    assert kernels == [] and any("GRAPHRT_FUSE leaves it out" in fact for fact in facts)
+    assert kernels == [] and not any("panel_append" in fact for fact in facts)
     exe = step.filled(backend)
     exe.run()
     assert step.why_wrong(exe) == ""

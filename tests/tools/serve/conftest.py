@@ -41,11 +41,11 @@ def guarded(tiny: Path, tmp_path: Path) -> Iterator[Served]:
     keys = tmp_path / "keys"
     keys.write_text("second\nthird\n")
     template = tmp_path / "own.jinja"
-    template.write_text(f"Listen. {TOOLS}")
+    template.write_text("Listen. {{ tone }}" + TOOLS)
     server = started(
         str(tiny), "--api-key", "first", "--api-key-file", str(keys), "-np", "1", "--max-queue", "2", "--timeout", "1",
         "--max-body", "4096", "--alias", "mine, ours", "--log-json",
-        "--chat-template-file", str(template),
+        "--chat-template-file", str(template), "--chat-template-kwargs", '{"tone": "[soft]"}',
     )  # fmt: skip
     yield server
     server.process.kill()

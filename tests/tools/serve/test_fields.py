@@ -5,16 +5,22 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 from typing import Any
 
 import httpx2
 import openai
 import pytest
 from support.served import Served
+from support.tiny import write_model
 
+from graphrt.models import load
+from graphrt.models.sampling_params import SamplerParams
 from graphrt.tools.serve.foreign_fields import is_taken
 from graphrt.tools.serve.forms import one_of
 from graphrt.tools.serve.loose_schema import loose
+from graphrt.tools.serve.schemas import ChatRequest
+from graphrt.tools.serve.texts import Maker
 
 TEXT = "hello the sea"
 USER = [{"role": "user", "content": TEXT}]
@@ -221,6 +227,37 @@ def test_what_of_a_schema_can_not_be_followed(http: httpx2.Client, hard: dict[st
         ("/v1/responses", {"text": {"format": {**form, **strict}}, "input": TEXT}),
     ):
         assert http.post(path, json=body).status_code == 400, body
+
+
+def test_forms_as_text_generation_inference_has_them(http: httpx2.Client) -> None:
+    """Its `value` is in the place of what a type says."""
+    schema = {"type": "object", "properties": {"a": {"enum": ["t"]}}, "required": ["a"]}
+    value: Any
+    for kind, value in (
+        ("json_object", schema), ("json", schema), ("json", json.dumps(schema)), ("json_schema", schema),
+        ("json_schema", {"name": "x", "schema": schema}),
+    ):  # fmt: skip
+        body = {"messages": USER, "max_tokens": 60, "response_format": {"type": kind, "value": value}}
+        answer = http.post(CHATS, json=body)
+        assert json.loads(answer.json()["choices"][0]["message"]["content"]) == {"a": "t"}, (kind, value)
+    body = {"messages": USER, "max_tokens": 60, "response_format": {"type": "regex", "value": "(hello|sea){2}"}}
+    assert re.fullmatch("(hello|sea){2}", http.post(CHATS, json=body).json()["choices"][0]["message"]["content"])
+    for form in ({"type": "regex"}, {"type": "json", "value": "{"}):
+        refused = http.post(CHATS, json={"messages": USER, "response_format": form})
+        assert refused.status_code == 400 and refused.json()["error"]["param"] == "response_format.value"
+
+
+def test_an_effort_of_none_is_no_thinking(tmp_path: Path) -> None:
+    chat = "{{ reasoning_effort }} {{ enable_thinking }}"
+    model = load(write_model(tmp_path / "m.gguf", "llama", tokenizer="spm", chat=chat), "cpu")
+    maker = Maker(model, SamplerParams(), 256)
+    for more, prompt in (
+        ({"reasoning_effort": "none"}, "none False"),
+        ({"reasoning": {"effort": "none"}, "chat_template_kwargs": {"enable_thinking": True}}, "none True"),
+        ({"reasoning": {"effort": "low"}, "reasoning_effort": "high"}, "high "),
+        ({"reasoning": {"effort": "low"}}, "low "),
+    ):
+        assert maker.prompt_of(ChatRequest.model_validate({"messages": USER, **more})) == prompt
 
 
 def test_a_deep_schema_is_refused(http: httpx2.Client) -> None:

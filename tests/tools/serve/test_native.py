@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
+import numpy as np
 import openai
 import pytest
 from support.served import Served
@@ -60,6 +61,30 @@ def test_an_answer_is_that_of_openais_route(http: httpx2.Client) -> None:
     assert (
         made(http)["tokens"] == [] and http.post("/completions", json={"prompt": TEXT, "n_predict": 1}).json()["stop"]
     )
+
+
+def test_the_rate_is_that_of_steps_behind_the_first_token(http: httpx2.Client) -> None:
+    alone = made(http, n_predict=1)["timings"]
+    assert alone["predicted_n"] == 1 and alone["predicted_per_second"] == alone["predicted_per_token_ms"] == 0
+    told = made(http, n_predict=9)["timings"]
+    assert told["predicted_per_second"] == pytest.approx(1000 * 8 / told["predicted_ms"])
+
+
+def test_probabilities_of_what_tokens_were_drawn_from(http: httpx2.Client) -> None:
+    """Those that samplers left, together 1; of the likeliest token alone 1."""
+    asked: dict[str, Any] = {"n_probs": 5, "post_sampling_probs": True, "seed": 3}
+    found = made(http, temperature=0.9, top_k=4, min_p=0, top_p=1, **asked)
+    plain = made(http, temperature=0.9, top_k=4, min_p=0, top_p=1, n_probs=5, seed=3)
+    assert found["content"] == plain["content"]
+    for each, before in zip(found["completion_probabilities"], plain["completion_probabilities"]):
+        probs = [best["prob"] for best in each["top_probs"]]
+        assert len(probs) == 4 and sum(probs) == pytest.approx(1) and probs == sorted(probs)[::-1]
+        assert each["prob"] in probs and "logprob" not in each and "top_logprobs" not in each
+        own = {best["id"]: best["logprob"] for best in before["top_logprobs"]}
+        weights = [np.exp(own[best["id"]] / 0.9) for best in each["top_probs"]]
+        np.testing.assert_allclose(probs, np.array(weights) / sum(weights), rtol=1e-4)
+    for each in made(http, temperature=0, **asked)["completion_probabilities"]:
+        assert each["prob"] == 1 and [(best["id"], best["prob"]) for best in each["top_probs"]] == [(each["id"], 1)]
 
 
 def test_why_a_text_ended(http: httpx2.Client) -> None:
@@ -184,7 +209,7 @@ def test_what_is_wrong(http: httpx2.Client) -> None:
         ({"n_predict": -2}, "n_predict"),
         ({"n_probs": 21}, "n_probs"),
         ({"logit_bias": {"a": "b"}}, "logit_bias"),
-        ({"post_sampling_probs": True}, "post_sampling_probs"),
+        ({"post_sampling_probs": True, "n_probs": 2, "mirostat": 2}, "post_sampling_probs"),
     ):
         answer = http.post("/completion", json={"prompt": TEXT, **body})
         assert answer.status_code == 400, answer.text
@@ -222,3 +247,27 @@ def test_times_are_told_where_they_are_asked_for(http: httpx2.Client) -> None:
     )
     last = json.loads(lines[-3].removeprefix("data: "))
     assert last["choices"] == [] and last["timings"]["predicted_n"] == 4 and last["usage"]["completion_tokens"] == 4
+
+
+def test_counted_prompts(http: httpx2.Client) -> None:
+    talk = {"messages": [{"role": "user", "content": TEXT}]}
+    n = http.post("/v1/chat/completions", json=talk | {"max_tokens": 1}).json()["usage"]["prompt_tokens"]
+    assert http.post("/chat/completions/input_tokens", json=talk).json()["input_tokens"] == n
+    found = http.post("/v1/responses/input_tokens", json={"input": TEXT}).json()
+    assert found == {"object": "response.input_tokens", "input_tokens": n}
+    assert http.post("/v1/chat/completions/input_tokens", json=talk | {"model": "other"}).status_code == 404
+
+
+def test_invocations_are_what_their_fields_say(http: httpx2.Client) -> None:
+    talk = {"messages": [{"role": "user", "content": TEXT}], "max_tokens": 4}
+    for path, body in (
+        ("/v1/chat/completions", talk), (TEXTS, {"prompt": TEXT, "max_tokens": 4}), ("/v1/embeddings", {"input": TEXT}),
+    ):  # fmt: skip
+        plain, invoked = (http.post(where, json=body).json() for where in (path, "/invocations"))
+        key = "data" if path == "/v1/embeddings" else "choices"
+        assert plain["object"] == invoked["object"] and plain[key] == invoked[key]
+    streamed = http.post("/invocations", json=talk | {"stream": True}).text
+    assert streamed.endswith("[DONE]\n\n") and "chat.completion.chunk" in streamed
+    for content in (b"{", b"[1]", b"{}", b"[" * 10000):
+        answer = http.post("/invocations", content=content)
+        assert answer.status_code == 400 and "error" in answer.json()

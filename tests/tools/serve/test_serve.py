@@ -195,7 +195,7 @@ def test_texts_of_a_form(client: openai.OpenAI, http: httpx2.Client) -> None:
         assert re.fullmatch("(hello|sea){2}", text)
 
 
-@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "rain"}}])
+@pytest.mark.parametrize("choice", ["required", "rain", {"type": "function", "function": {"name": "rain"}}])
 def test_calls_of_tools(client: openai.OpenAI, http: httpx2.Client, choice: Any) -> None:
     asked: dict[str, Any] = {"model": "tiny", "messages": USER, "tools": [WEATHER], "tool_choice": choice}
     found = client.chat.completions.create(**asked, max_tokens=120).choices[0]
@@ -305,7 +305,7 @@ def test_what_a_server_tells_of_itself(http: httpx2.Client, client: openai.OpenA
     ids = http.post("/tokenize", json={"content": f"{TEXT}é", "add_special": True}).json()["tokens"]
     assert http.post("/detokenize", json={"tokens": ids[1:]}).json()["content"] == f"{TEXT}é"
     for path, said in (
-        ("/v1/rerank", "gives vectors"), ("/api/chat", "Ollama"), ("/v1/messages", "Anthropic"),
+        ("/classify", "gives vectors"), ("/api/chat", "Ollama"), ("/v1/messages/batches", "Anthropic"),
         ("/v1/audio/speech", "text alone"), ("/v1/responses/resp_1", "nothing is stored"), ("/nothing", "docs/"),
     ):  # fmt: skip
         answer = http.post(path, json={})
@@ -463,8 +463,11 @@ def test_keys_limits_and_the_end(guarded: Served) -> None:
     http = httpx2.Client(base_url=guarded.url, timeout=60, headers={"authorization": "Bearer first"})
     assert http.get("/v1/models/ours").status_code == 200
     assert http.get("/props").json()["chat_template"].startswith("Listen. ")
-    prompt = http.post("/apply-template", json={"messages": [{"role": "user", "content": "hello"}]}).json()["prompt"]
-    assert prompt.startswith("Listen. ") and "hello" in prompt
+    asked = {"messages": [{"role": "user", "content": "hello"}]}
+    prompt = http.post("/apply-template", json=asked).json()["prompt"]
+    assert prompt.startswith("Listen. [soft]") and "hello" in prompt
+    changed = http.post("/apply-template", json=asked | {"chat_template_kwargs": {"tone": "[loud]"}}).json()["prompt"]
+    assert changed == prompt.replace("soft", "loud")
     large = http.post(TEXTS, content=json.dumps({"prompt": "a" * 5000}))
     assert large.status_code == 413
     assert http.post(TEXTS, content=(b"x" * 1000 for _ in range(9))).status_code == 413  # that tells no length

@@ -20,6 +20,7 @@ from graphrt.models import Model, load
 from graphrt.models.engine import SessionOptions
 from graphrt.models.sampling_params import SamplerParams
 from graphrt.tools.cli import verb_parser
+from graphrt.tools.serve.adapters import ServedAdapters
 from graphrt.tools.serve.app import application
 from graphrt.tools.serve.state import State
 from graphrt.tools.verbs import serve
@@ -89,6 +90,7 @@ def test_requests_have_adapters_of_their_own(folder: Path) -> None:
         ({"model": "base"}, (1.0, 0.5)),
         ({"model": "base:second"}, (0.0, 1.0)),
         ({"model": "base:one"}, (1.0, 0.0)),
+        ({"model": "second"}, (0.0, 1.0)),
         ({"lora": []}, (0.0, 0.0)),
         ({"lora": [{"id": 1, "scale": -2.0}]}, (0.0, -2.0)),
         ({"lora": [{"id": 1, "scale": 1}, {"id": 0, "scale": 0.25}]}, (0.25, 1.0)),
@@ -119,7 +121,7 @@ def test_requests_have_adapters_of_their_own(folder: Path) -> None:
     assert str(folder) not in str(known) and [row["scale"] for row in changed] == [0.0, 2.0]
     assert [answer.status_code for answer in bad] == [400, 400, 400, 400, 404, 400]
     assert [answer.json()["error"]["param"] for answer in bad] == ["lora"] * 4 + ["model", "lora"]
-    assert names == ["base", "base:one", "base:second"]
+    assert names == ["base", "one", "second"]
 
 
 def test_a_model_for_vectors_beside_it(folder: Path) -> None:
@@ -160,3 +162,21 @@ def test_run_has_them_too(folder: Path, capsys: pytest.CaptureFixture[str]) -> N
         logits = session.eval([token])
     assert verb(*plain, "--lora-scaled", f"{folder / 'one.gguf'}:x").code == 2
     assert verb(*plain, "--lora", f"{folder / 'one.gguf'}", "--lora", f"{folder / 'one.gguf'}").code == 2
+
+
+def test_an_adapter_of_the_models_name_is_called_with_it() -> None:
+    adapters = ServedAdapters(["one", "base"], ["one", "two"], (1.0, 1.0))
+    assert adapters.as_models == {"two": 1, "one:one": 0, "base:one": 0, "one:two": 1, "base:two": 1}
+    assert adapters.listed == ["one:one", "two"]
+
+
+def test_a_model_of_any_name(folder: Path) -> None:
+    state = state_of(folder, "--alias", "mine, *")
+    assert state.names == ["mine"] and state_of(folder, "--alias", "*").names == ["base"]
+
+    async def work(http: Http) -> Any:
+        found = [await tokens(http, model=model) for model in ("mine", "claude-opus", "one")]
+        return found, [each["id"] for each in (await http.get("/v1/models")).json()["data"]]
+
+    (own, other, one), names = asked(state, work)
+    assert own == other != one and names == ["mine", "one", "second"]

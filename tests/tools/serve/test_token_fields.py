@@ -170,7 +170,8 @@ def test_a_message_that_goes_on_is_told_whole(http: httpx2.Client) -> None:
 
 def test_roles_are_the_templates_to_judge(http: httpx2.Client) -> None:
     talk = [{"role": "observation", "content": "wet"}]
-    assert made(http, CHATS, messages=talk)["choices"][0]["message"]["reasoning_content"] is None
+    message = made(http, CHATS, messages=talk)["choices"][0]["message"]
+    assert message["reasoning_content"] is None and message["reasoning"] is None
     assert "observation" in http.post("/apply-template", json={"messages": talk}).json()["prompt"]
 
 
@@ -227,3 +228,50 @@ def test_what_tells_of_the_server(http: httpx2.Client) -> None:
     (card,) = http.get("/v1/models").json()["data"]
     assert (card["id"], card["root"], card["parent"], card["aliases"]) == ("tiny", "tiny", None, ["tiny"])
     assert http.get("/ping").status_code == 200 and http.get("/version").json()["version"]
+
+
+@pytest.mark.parametrize("path", [CHATS, TEXTS])
+def test_tokens_that_may_come_and_words_that_may_not(http: httpx2.Client, path: str) -> None:
+    def ids(**more: Any) -> list[int]:
+        found: list[int] = made(http, path, return_token_ids=True, **more)["choices"][0]["token_ids"]
+        return found
+
+    free = ids()
+    some = sorted({*free[:2], *ids_of(http, "abc", special=False)})
+    assert set(ids(allowed_token_ids=some)) <= set(some) and set(ids(allowed_token_ids=some[:1])) == set(some[:1])
+    named = ids(allowed_token_ids=ids_of(http, "abc", special=False), regex="[a-z]+")
+    assert set(named) <= set(ids_of(http, "abc", special=False))
+    word = made(http, path, allowed_token_ids=ids_of(http, "abc", special=False))
+    text = word["choices"][0]["message"]["content"] if path == CHATS else word["choices"][0]["text"]
+    without = made(http, path, allowed_token_ids=ids_of(http, "abc", special=False), bad_words=[text[:2]])
+    said = without["choices"][0]["message"]["content"] if path == CHATS else without["choices"][0]["text"]
+    assert text[:2] in text and text[:2] not in said
+    n_vocab = http.get("/v1/models").json()["data"][0]["meta"]["n_vocab"]
+    for more in ({"allowed_token_ids": []}, {"allowed_token_ids": [n_vocab]}, {"bad_words": [""]}):
+        answer = http.post(path, json={**BODIES[path], **more})
+        assert answer.status_code == 400 and answer.json()["error"]["param"] == next(iter(more)), answer.text
+
+
+@pytest.mark.parametrize("path", [CHATS, TEXTS])
+def test_log_probabilities_of_named_tokens(http: httpx2.Client, path: str) -> None:
+    """Beside the chosen one, whatever is likelier; of the model's own distribution."""
+    chats = path == CHATS
+    asked: dict[str, Any] = {"logprobs": True, "top_logprobs": 20} if chats else {"logprobs": 20}
+    asked |= {"return_tokens_as_token_ids": True, "max_tokens": 2}
+
+    def told(**more: Any) -> list[dict[str, float]]:
+        found = made(http, path, **asked, **more)["choices"][0]["logprobs"]
+        if not chats:
+            return found["top_logprobs"]  # type: ignore[no-any-return]
+        return [{best["token"]: best["logprob"] for best in each["top_logprobs"]} for each in found["content"]]
+
+    best = told()
+    named = [int(name.partition(":")[2]) for name in (*list(best[0])[5:7], "token_id:3")]
+    found = told(logprob_token_ids=named)
+    assert len(best) == len(found) == 2
+    assert set(found[0]) == {next(iter(best[0])), *(f"token_id:{i}" for i in named)}
+    for name in set(found[0]) & set(best[0]):
+        assert found[0][name] == pytest.approx(best[0][name], abs=1e-6)
+    for more in ({"logprob_token_ids": [3]}, {**asked, "logprob_token_ids": [10**6]}):
+        answer = http.post(path, json={**BODIES[path], **more})
+        assert answer.status_code == 400 and answer.json()["error"]["param"] == "logprob_token_ids", answer.text

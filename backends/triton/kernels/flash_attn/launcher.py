@@ -115,10 +115,9 @@ class Launcher:
 
     def _tell_apart(self, node: Tensor) -> None:
         """Says of an attention of a cache why the step's row of it is written by another launch."""
-        if node.op == "FLASH_ATTN_EXT" and appends_to_panels(node):
-            reason = why_not_appended(node) or "GRAPHRT_FUSE leaves it out, or another fusion has one of its nodes"
+        if node.op == "FLASH_ATTN_EXT" and "panel_append" in self.appends and appends_to_panels(node):
+            reason = why_not_appended(node) or "another fusion has one of its nodes"
             self._refuse(node, "panel_append", reason)
-            return
         if node.op == "FLASH_ATTN_EXT" and "block_append" in self.appends and appends_to_blocks(node):
             reason = why_blocks_apart(node) or NOT_BEFORE
             self._refuse(node, "block_append", reason)
@@ -261,7 +260,9 @@ class Launcher:
 ATTENTION_LSE = Fusion("attention_lse", attention_lse, exact=True)
 #: So are gradients; in form "split" each is what it is by itself.
 ATTENTION_BACK = Fusion("attention_back", attention_back, exact=True)
-#: Likewise, behind attention_lse, which would compute the scores once more without it.
+#: Likewise, behind attention_lse, which would compute the scores once more without it. It gains at short contexts and
+#: loses at long ones, so it is asked for by name.
 PANEL_APPEND = Fusion("panel_append", panel_append)
-#: What ROPE_CACHE does in one launch is then in those before and behind it. Not timed yet, so it is asked for by name.
+#: What ROPE_CACHE does in one launch is then in those before and behind it. It gains at long texts and loses at short
+#: ones. A graph over a ring of cells is the same for both, so no rule can tell them apart: it is asked for by name.
 BLOCK_APPEND = Fusion("block_append", block_append)

@@ -166,7 +166,7 @@ def _in_16_bits(
     for p in (p for p in group.products if p in small):
         packed[p], made = ctx.packed(p.weight)
         steps += made
-    converted = Converted(group.products[0], ctx)
+    converted = _Converted(group.products[0], ctx)
     sums: list[Sums] = []
     for part in parts:
         x = converted.get(part.route.form, steps)
@@ -190,7 +190,7 @@ def _in_16_bits(
     return steps + finish_steps(sums[0], matrices[group.products[0]].out, b=sums[1], gate=gate)
 
 
-class Converted:
+class _Converted:
     """One x in the forms that its products read, each made once."""
 
     def __init__(self, p: Product, ctx: Context) -> None:

@@ -6,7 +6,7 @@ Several matrices, each with tokens of its own, are dequantized and multiplied to
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 
 import torch
@@ -62,25 +62,11 @@ def multiply_step(x: torch.Tensor, w: torch.Tensor, out: torch.Tensor) -> Step:
 
 def packed_steps(packed: Packed, first: int, m: int, x: torch.Tensor, out: torch.Tensor, ctx: Context) -> list[Step]:
     """Rows first to first + m - 1 of a packed matrix times x, f16 [n, k], to out, f32 [n, m]."""
-    return packed_bands(packed, first, m, x, out, [(0, x.shape[0])], ctx)[0]
-
-
-def packed_bands(
-    packed: Packed, first: int, m: int, x: torch.Tensor, out: torch.Tensor, bands: Sequence[tuple[int, int]],
-    ctx: Context,
-) -> list[list[Step]]:  # fmt: skip
-    """The same in bands of x's rows, each from where to where: for each the steps behind which its results are there.
-    The last slice of weights is dequantized once and multiplied band by band, those before it with all rows."""
-    *before, last = slices(m, packed.k)
     steps: list[Step] = []
-    for a, b in before:
+    for a, b in slices(m, packed.k):
         w = scratch(b - a, packed.k, ctx)
         steps += [dequantize(packed.part(first + a, first + b), w), multiply_step(x, w, out[:, a:b])]
-    a, b = last
-    w = scratch(b - a, packed.k, ctx)
-    steps.append(dequantize(packed.part(first + a, first + b), w))
-    made: list[list[Step]] = [[multiply_step(x[i:j], w, out[i:j, a:b])] for i, j in bands]
-    return [steps + made[0], *made[1:]]
+    return steps
 
 
 def packed_each_steps(packed: Packed, m: int, x: torch.Tensor, out: torch.Tensor, ctx: Context) -> list[Step]:

@@ -14,7 +14,6 @@ from graphrt.backends.triton.kernels.products.fusions import Products, Summed
 from graphrt.backends.triton.kernels.products.half import Gate
 from graphrt.backends.triton.kernels.products.rotated_fusions import RotatedProjections
 from graphrt.backends.triton.packing import packing_of
-from graphrt.ops.overlap import OverlappedSum
 from graphrt.tensor import Tensor
 
 #: Types of weights that are multiplied as they are, without a form of this backend's own.
@@ -117,8 +116,6 @@ def products_of(group: Group) -> ProductGroup | None:
         found = Products((Summed(nodes[0], nodes[0]),))
     if isinstance(found, RotatedProjections):
         found = found.products
-    if isinstance(found, OverlappedSum):
-        found = Products((Summed(found.product, found.part, found.bias),))
     if isinstance(found, Products):
         return _of_products(found)
     if isinstance(found, ExpertSum):
