@@ -19,7 +19,7 @@ from graphrt import rank_watch
 from graphrt.errors import RankError
 from graphrt.peers import Peers, shared_by
 from graphrt.presence import here
-from graphrt.rank_watch import Board, Fault, Folder, Watch
+from graphrt.rank_watch import Fault, Folder, Watch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -210,7 +210,7 @@ def join(
         _divide(ranks)
     _gpus.extend([rank] if gpus else [])
     if ended is not None:
-        board = Folder(Path(folder)) if folder else _store()
+        board = Folder(Path(folder)) if folder else torchrun_store(rank_watch.SILENT)
         watch = Watch(rank, size, board, ended, os.environ.get("TORCHELASTIC_RESTART_COUNT", ""))
         watch.beat()
         ranks.everyones(None)  # everyone's first beat is there
@@ -259,15 +259,15 @@ def peers(size: int) -> Peers | str:
     )
 
 
-def _store() -> Board:
-    """The store whose address torchrun has set, by a connection of its own: one that waits for a key is taken."""
+def torchrun_store(seconds: float) -> Any:
+    """The store whose address torchrun has set, by a connection of its own: one that waits for a key is taken. Raises
+    RuntimeError where it does not answer for so long."""
     import torch.distributed as dist
 
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    store: Board = dist.TCPStore(  # type: ignore[attr-defined]
-        address, port, is_master=False, timeout=timedelta(seconds=rank_watch.SILENT)
+    return dist.TCPStore(  # type: ignore[attr-defined]
+        address, port, is_master=False, timeout=timedelta(seconds=seconds)
     )
-    return store
 
 
 def leave() -> None:

@@ -61,7 +61,7 @@ def resolve(model: str | None) -> Path:
     the cache. Raises HubError."""
     if model is None:
         return pull(DEFAULT_MODEL)
-    if model in KNOWN or model.startswith("hf:"):
+    if is_fetched(model):
         return pull(model)
     try:
         path = Path(model).expanduser()
@@ -72,6 +72,11 @@ def resolve(model: str | None) -> Path:
     if path.suffix == ".gguf" or path.name != model:
         raise HubError(f"{model[:200]!r}: there is no such file. Check the path, or give one of {', '.join(KNOWN)}.")
     raise _unknown_name(model)
+
+
+def is_fetched(model: str | None) -> bool:
+    """Whether a model's name is one that pull() takes, or None for the demo model: no path."""
+    return model is None or model in KNOWN or model.startswith("hf:")
 
 
 def pull(name: str, *, cache_dir: str | os.PathLike[str] | None = None, progress: bool = True) -> Path:

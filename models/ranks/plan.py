@@ -20,6 +20,7 @@ from graphrt.models.arch.layout import Layout
 from graphrt.models.gguf import TensorInfo
 from graphrt.models.hparams import HParams
 from graphrt.models.ranks.share import Share, Span
+from graphrt.models.ranks.spans import LayerSpans, block_of, layer_spans, shared_out, width
 from graphrt.models.ranks.stages import owners, stages_of
 
 _LAYER = re.compile(r"blk\.([0-9]+)\.(.+)\.(weight|bias|scales)")
@@ -70,17 +71,8 @@ class Cut:
         """The shape of a rank's part."""
         if not self.spans:
             return ne
-        width = sum(stop - start for start, stop in self.spans[rank])
-        return tuple(width if i == self.dim else n for i, n in enumerate(ne))
-
-
-@dataclass(frozen=True)
-class LayerSpans:
-    """What each rank has of a layer: heads of q, heads of k and v, columns of the feed-forward."""
-
-    heads: tuple[Span, ...]
-    kv: tuple[Span, ...]
-    columns: tuple[Span, ...]
+        own = sum(map(width, self.spans[rank]))
+        return tuple(own if i == self.dim else n for i, n in enumerate(ne))
 
 
 @dataclass(frozen=True)
@@ -113,32 +105,28 @@ class RankPlan:
         rank %= self.ranks
 
         def of(which: Callable[[LayerSpans], tuple[Span, ...]]) -> tuple[int, ...]:
-            return tuple(_width(which(layer)[rank]) for layer in self.layers)
+            return tuple(width(which(layer)[rank]) for layer in self.layers)
 
         hp, experts = self.hp, self.hp.experts
         if experts is not None and self.whole_experts:
-            shared = _width(self.experts[rank]) * experts.n_shared if experts.n_shared else 0
-            experts = replace(experts, held=_width(self.whole_experts[rank]), shared_ff=shared)
+            shared = width(self.experts[rank]) * experts.n_shared if experts.n_shared else 0
+            experts = replace(experts, held=width(self.whole_experts[rank]), shared_ff=shared)
         elif experts is not None:
-            experts = replace(experts, n_ff=_width(self.experts[rank]))
+            experts = replace(experts, n_ff=width(self.experts[rank]))
         heads, kv, columns = of(lambda x: x.heads), of(lambda x: x.kv), of(lambda x: x.columns)
         return replace(hp, n_head=heads, n_head_kv=kv, n_ff=columns, experts=experts)
 
     def share(self, rank: int) -> Share:
         heads = tuple(layer.heads for layer in self.layers)
         norms = {
-            name: tuple(_width(span) for (span,) in cut.spans)
+            name: tuple(width(span) for (span,) in cut.spans)
             for name, cut in self.cuts.items() if cut.spans and cut.dim == 0 and name.endswith("_norm.weight")
         }  # fmt: skip
-        stage, vocab = rank // self.ranks, tuple(_width(span) for span in self.vocab)
+        stage, vocab = rank // self.ranks, tuple(width(span) for span in self.vocab)
         own = tuple(range(*self.stages[stage])) if len(self.stages) > 1 else ()
         return Share(
             self.ranks, rank % self.ranks, heads, vocab, norms, len(self.stages), stage, own, self.whole_experts
         )  # fmt: skip
-
-
-def _width(span: Span) -> int:
-    return span[1] - span[0]
 
 
 def plan_ranks(
@@ -156,16 +144,16 @@ def plan_ranks(
         raise ArchError(f"experts are shared out over the ranks of a stage, {got}; leave --ep out")
     if ranks == 1:
         return _in_stages(hp, tensors, spans)
-    layers = tuple(_layer(hp, tensors, il, ranks) for il in range(hp.n_layer))
+    layers = tuple(layer_spans(hp, tensors, il, ranks) for il in range(hp.n_layer))
     experts: tuple[Span, ...] = ()
-    whole = _spans("the experts", hp.experts.n, ranks, 1) if ep and hp.experts is not None else ()
+    whole = shared_out("the experts", hp.experts.n, ranks, 1) if ep and hp.experts is not None else ()
     if hp.experts is not None and (hp.experts.n_shared or not ep):
         cut = (".ffn_down_shexp.",) if ep else (".ffn_down_exps.", ".ffn_down_shexp.")
         downs = [t for name, t in tensors.items() if any(part in name for part in cut)]
         shared = max(1, hp.experts.n_shared)
         step = math.lcm(*(t.dtype.block_size // math.gcd(t.dtype.block_size, shared) for t in downs), 1)
-        experts = _spans("an expert's columns", hp.experts.n_ff, ranks, max(step, _block(downs)))
-    vocab = _spans("the vocabulary", hp.n_vocab, ranks, 1)
+        experts = shared_out("an expert's columns", hp.experts.n_ff, ranks, max(step, block_of(downs)))
+    vocab = shared_out("the vocabulary", hp.n_vocab, ranks, 1)
     plan = RankPlan(ranks, hp, layers, experts, vocab, {}, spans, whole)
     cutter = _Cutter(plan, layout)
     cuts = {name: cutter.cut(name, info.ne) for name, info in tensors.items()}
@@ -182,62 +170,6 @@ def _in_stages(hp: HParams, tensors: Mapping[str, TensorInfo], spans: tuple[Span
     experts: tuple[Span, ...] = ((0, hp.experts.n_ff),) if hp.experts is not None else ()
     cuts = {name: Cut("whole") for name in (*tensors, "output.weight")}
     return RankPlan(1, hp, layers, experts, ((0, hp.n_vocab),), cuts, spans)
-
-
-def _block(tensors: list[TensorInfo]) -> int:
-    return math.lcm(*(t.dtype.block_size for t in tensors), 1)
-
-
-def _spans(what: str, n: int, ranks: int, step: int) -> tuple[Span, ...]:
-    """n things in order over the ranks, as evenly as cuts at multiples of `step` allow. Raises ArchError where a rank
-    would have none."""
-    pieces = n // step
-    if pieces < ranks:
-        blocks = f" in blocks of {step}, which a quantized type keeps whole" if step > 1 else ""
-        raise ArchError(
-            f"each of {ranks} ranks must have a part of {what}, there are {n}{blocks}: that is enough for {pieces} "
-            f"ranks; use at most so many"
-        )
-    edges = [pieces * rank // ranks * step for rank in range(ranks)] + [n]
-    return tuple(zip(edges, edges[1:]))
-
-
-def _layer(hp: HParams, tensors: Mapping[str, TensorInfo], il: int, ranks: int) -> LayerSpans:
-    """What each rank has of a layer."""
-    out, down = (tensors.get(f"blk.{il}.{name}.weight") for name in ("attn_output", "ffn_down"))
-    n_head, n_kv = hp.n_head[il], hp.n_head_kv[il]
-    step = 1
-    if out is not None:
-        block = out.dtype.block_size
-        step = block // math.gcd(block, max(1, out.ne[0] // n_head))
-    heads, kv = _heads(il, n_head, n_kv, ranks, step)
-    columns = ((0, hp.n_ff[il]),) * ranks
-    if down is not None:
-        columns = _spans(f"the feed-forward's columns in layer {il}", hp.n_ff[il], ranks, _block([down]))
-    return LayerSpans(heads, kv, columns)
-
-
-def _heads(il: int, n_head: int, n_kv: int, ranks: int, step: int) -> tuple[tuple[Span, ...], tuple[Span, ...]]:
-    """Heads of q and those of k and v that they read: whole groups where there are enough, else several ranks share a
-    head of k and v, and each has a copy. step: heads of q that the type of attn_output keeps together."""
-    group = n_head // n_kv
-    if n_kv >= ranks:
-        kv = _spans(f"the heads of k and v in layer {il}", n_kv, ranks, step // math.gcd(step, group))
-        return tuple((first * group, stop * group) for first, stop in kv), kv
-    if ranks % n_kv:
-        raise ArchError(
-            f"the {n_kv} heads of k and v in layer {il} must be shared out evenly, as a divisor or a multiple of the "
-            f"ranks, or be more than these, got {ranks} ranks; use {n_kv} or {2 * n_kv}"
-        )
-    each = ranks // n_kv
-    inside = _spans(f"the {group} heads of q that read one head of k in layer {il}", group, each, step)
-    if n_kv > 1 and group % step:
-        raise ArchError(
-            f"attn_output's type keeps {step} heads together in layer {il}, and {group} heads of q read each of the "
-            f"{n_kv} heads of k: {ranks} ranks can't have parts of them; use {n_kv} ranks"
-        )
-    heads = tuple((g * group + a, g * group + b) for g in range(n_kv) for a, b in inside)
-    return heads, tuple((rank // each, rank // each + 1) for rank in range(ranks))
 
 
 class _Cutter:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +23,7 @@ from graphrt.models.gguf import GGUFFile
 from graphrt.models.model import Model
 from graphrt.models.ranks.plan import RankPlan
 from graphrt.models.ranks.share import Share, alibi_runs
+from graphrt.models.ranks.spans import heads_of
 from graphrt.models.ranks.weights import cut_bytes
 from graphrt.ops.collectives import COLLECTIVES
 from graphrt.ops.linked import linked
@@ -186,10 +188,11 @@ def test_rows_are_read_where_the_file_is_mapped(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "ranks", "rule"),
     [
-        ("gemma", 4, "each of 4 ranks must have a part of the 3 heads of q .* there are 3: .* enough for 3 ranks"),
-        ("bloom", 4, "the 3 heads of k and v in layer 0 must be shared out evenly.*got 4 ranks; use 3 or 6"),
-        ("mpt Q8_0", 2, "heads of k and v in layer 0, there are 2 in blocks of 2.*enough for 1 ranks"),
-        ("llama-512 Q4_K", 4, "heads of q that read one head of k in layer 0, there are 2 in blocks of 2"),
+        ("gemma", 4, "each of 4 ranks must have heads of .* layer 0 has 3 heads of q, and 1 of k and v; use 3$"),
+        ("bloom", 4, "each of 4 ranks must have heads of .* 3 heads of q, and 3 of k and v; use 3$"),
+        ("mpt Q8_0", 2, "6 heads of q, 2 of which the type of attn_output keeps .* and 2 of k and v; use 1"),
+        ("llama-512 Q4_K", 4, "4 heads of q, 2 of which the type of attn_output keeps together.* use 2"),
+        ("llama", 3, "4 heads of q, and 2 of k and v; use 2 or 4"),
         ("deepseek2-merged Q8_0", 2, "an expert's columns, there are 32 in blocks of 32, which a quantized type keeps"),
         ("llama", 65, "cut for 2 to 64 ranks, got 65"),
     ],
@@ -197,6 +200,25 @@ def test_rows_are_read_where_the_file_is_mapped(tmp_path: Path) -> None:
 def test_what_can_not_be_cut_is_refused(tmp_path: Path, name: str, ranks: int, rule: str) -> None:
     with pytest.raises(ArchError, match=rule):
         plan_of(tmp_path, name, ranks)
+
+
+def test_heads_are_shared_out_or_numbers_that_do_are_named() -> None:
+    """All small numbers of heads: each rank has some of q, whole as attn_output's blocks are, and those of k and v that
+    they read."""
+    sizes = [(group * n_kv, n_kv) for n_kv in range(1, 7) for group in range(1, 7)]
+    for (n_head, n_kv), step, ranks in product(sizes, (1, 2, 4), range(2, 13)):
+        try:
+            heads, kv = heads_of(0, n_head, n_kv, ranks, step)
+        except ArchError as error:
+            for near in str(error).rpartition("use ")[2].split(" or "):
+                assert near == "1" or heads_of(0, n_head, n_kv, int(near), step)
+            continue
+        assert [a for a, _ in heads] == [0, *(b for _, b in heads[:-1])] and heads[-1][1] == n_head
+        group = n_head // n_kv
+        for (a, b), (first, stop) in zip(heads, kv, strict=True):
+            assert a < b and (a // group, (b - 1) // group + 1) == (first, stop)
+            assert a % step == 0 and (b % step == 0 or b == n_head)
+            assert (b - a) % (stop - first) == 0, "heads of q must be evenly many for each of k"
 
 
 def test_encoders_and_unknown_tensors_are_refused(tmp_path: Path) -> None:

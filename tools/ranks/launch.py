@@ -1,17 +1,16 @@
-"""`--tp N --pp M`: M stages of N ranks on this host, started by torch's own launcher, and ended together. Under
-torchrun: one of them."""
+"""`--tp N --pp M`: M stages of N ranks on this host, started by torch's own launcher, and ended together."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import signal
 import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
@@ -20,11 +19,12 @@ from pathlib import Path
 from graphrt.errors import RankError, SessionError
 from graphrt.ranks import in_environment
 from graphrt.tools.ranks.keyboard import StandardInput, left_as_it_is
-from graphrt.tools.ranks.member import OWN_CODES, SERVES, Generate, as_rank, be_quiet, ends_aloud, named, started
+from graphrt.tools.ranks.member import OWN_CODES, SERVES, Generate, named, started
+from graphrt.tools.ranks.torchrun import as_torchrun_rank
 
-#: Seconds that ranks have to say why they ended, after the first one has; to end when they are asked to; and to end by
-#: themselves when the first rank is done.
-SAYING, ENDING, FINISHING = 2.0, 5.0, 10.0
+#: Seconds that ranks have to say why they ended, after the first one has; to say the same, after one has a reason of
+#: its own; to end when they are asked to; and to end by themselves when the first rank is done.
+SAYING, AGREEING, ENDING, FINISHING = 2.0, 0.3, 5.0, 10.0
 
 
 def run_on_ranks(
@@ -46,19 +46,7 @@ def run_on_ranks(
             return Job(args, args.tp * args.pp, work, read()).run()  # ranks have no standard input
         with listens(args.host, args.port) as args.listening:
             return ServerJob(args, args.tp * args.pp, work, "").run()
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    each = size // args.pp
-    if args.tp not in (1, each) or each * args.pp != size:
-        rest = f" in {args.pp} stages" if args.pp > 1 else ""
-        raise SessionError(
-            f"--tp must be the number of ranks that torchrun started, {size}{rest}, got {args.tp}; leave it out"
-        )
-    ended = ends_aloud(verb, rank, size)
-    if rank:
-        be_quiet()
-        return as_rank(args, work, "", (rank, size), ended)
-    check()
-    return as_rank(args, work, read(), (rank, size), ended)  # all have one standard input: it is the first rank's
+    return as_torchrun_rank(verb, args, work, read, check)
 
 
 def refuse(found: Mapping[str, object], what: str) -> None:
@@ -86,7 +74,7 @@ class Job:
     def run(self) -> int:
         """Waits for the ranks, and gives the first one's exit code. Raises RankError with the error of the rank that
         failed first, once."""
-        with tempfile.TemporaryDirectory(prefix="graphrt-ranks-") as folder:
+        with _ends_in_order(), tempfile.TemporaryDirectory(prefix="graphrt-ranks-") as folder:
             return self._run_in(Path(folder))
 
     def _run_in(self, folder: Path) -> int:
@@ -98,6 +86,7 @@ class Job:
         self.processes: Sequence[BaseProcess] = context.processes
         before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the first rank's, which reports and ends
         try:
+            check_plan(self.args, self.size)  # while the ranks' processes start, which takes longer
             return self._watch(self.processes, folder)
         finally:
             _end(self.processes)
@@ -108,9 +97,7 @@ class Job:
             wait([p.sentinel for p in processes], 1)
             codes = [p.exitcode for p in processes]  # asked once: a rank may end between two looks
             if any(map(_failed, codes)):
-                until = time.monotonic() + SAYING
-                while time.monotonic() < until and not self._knows(processes, folder):
-                    wait([p.sentinel for p in processes if p.is_alive()], 0.1)
+                self._hear(processes, folder)
                 raise _error(self._failures(processes, folder), self.size)
             if codes[0] is not None:
                 until = time.monotonic() + FINISHING
@@ -121,10 +108,14 @@ class Job:
             if any(code is not None for code in codes):
                 time.sleep(0.05)  # one has ended well before the first, whose end is not far
 
-    def _knows(self, processes: Sequence[BaseProcess], folder: Path) -> bool:
-        """A rank has ended for a reason of its own, or all have ended."""
-        ended = all(not p.is_alive() for p in processes)
-        return ended or any(not failure.lost for failure in self._failures(processes, folder))
+    def _hear(self, processes: Sequence[BaseProcess], folder: Path) -> None:
+        """Waits for ranks to say why they end: a little longer, once one has a reason of its own, since all may have
+        the same."""
+        until = time.monotonic() + SAYING
+        while time.monotonic() < until and any(p.is_alive() for p in processes):
+            if any(not failure.lost for failure in self._failures(processes, folder)):
+                until = min(until, time.monotonic() + AGREEING)
+            wait([p.sentinel for p in processes if p.is_alive()], 0.1)
 
     def _failures(self, processes: Sequence[BaseProcess], folder: Path) -> list[Failure]:
         return [_failure(rank, p, folder) for rank, p in enumerate(processes) if _failed(p.exitcode)]
@@ -134,27 +125,72 @@ class ServerJob(Job):
     """The same of a server: where a rank fails after the server has answered, all ranks are started again. Whoever
     connects meanwhile waits: the socket stays. SIGTERM is the first rank's, which answers what is there, and ends."""
 
+    processes: Sequence[BaseProcess] = ()
+    asked = False
+
     def run(self) -> int:
-        self.processes = ()
-        asked = []
-
-        def ask(number: int, _: object) -> None:
-            asked.append(number)
-            for process in self.processes[:1]:
-                process.terminate()
-
-        before = signal.signal(signal.SIGTERM, ask)
+        before = signal.signal(signal.SIGTERM, self._ask)
         try:
-            while True:
+            while not self.asked:
                 with tempfile.TemporaryDirectory(prefix="graphrt-ranks-") as folder:
                     try:
                         return self._run_in(Path(folder))
                     except RankError as error:
-                        if asked or not Path(folder, SERVES).exists():
+                        serves = Path(folder, SERVES).exists()
+                        if self.asked and not serves:
+                            return 128 + signal.SIGTERM
+                        if self.asked or not serves:
                             raise
                         print(f"graphrt serve: {error}\nthe ranks are started again", file=sys.stderr, flush=True)
+            return 0
         finally:
             signal.signal(signal.SIGTERM, before)
+
+    def _ask(self, *_: object) -> None:
+        """To end: whoever connects from now on is refused, also where the ranks are being started again."""
+        self.asked = True
+        self.args.listening.close()
+        for process in self.processes[:1]:
+            process.terminate()
+
+    def _watch(self, processes: Sequence[BaseProcess], folder: Path) -> int:
+        if self.asked:  # while they started
+            processes[0].terminate()
+        return super()._watch(processes, folder)
+
+
+def check_plan(args: argparse.Namespace, size: int) -> None:
+    """Raises what all ranks would: for a file that is not there, and for a model that can't be cut so. Of a model that
+    the first rank is to fetch, or makes up, nothing is known yet."""
+    from graphrt.models.arch import architecture, read_file
+    from graphrt.models.gguf import GGUFFile
+    from graphrt.models.hub import is_fetched, resolve
+    from graphrt.models.ranks.network import plan_of
+
+    if size == 1 or getattr(args, "synthetic", None) or is_fetched(args.model):
+        return
+    file = GGUFFile.open(resolve(args.model))
+    hp = read_file(file)
+    plan_of(architecture(hp.arch), hp, file, size, getattr(args, "pp", 1), getattr(args, "ep", False))
+
+
+@contextmanager
+def _ends_in_order() -> Iterator[None]:
+    """SIGTERM and SIGHUP end this process as an exit does, so that its ranks and their folder go with it; but for one
+    that is ignored, as under nohup."""
+
+    def end(number: int, _: object) -> None:
+        raise SystemExit(128 + number)
+
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    for number, old in before.items():
+        if old is signal.SIG_DFL:
+            signal.signal(number, end)
+    try:
+        yield
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)
 
 
 def _failed(code: int | None) -> bool:
@@ -183,13 +219,11 @@ def _error(failures: Sequence[Failure], size: int) -> RankError:
 
 
 def _end(processes: Sequence[BaseProcess]) -> None:
-    """Ends those that still run: asked first, then not."""
+    """Ends those that still run: the first one is asked before, the others have nothing to do without it."""
+    for process in processes[1:]:
+        process.kill()
+    processes[0].terminate()
+    processes[0].join(ENDING)
+    processes[0].kill()
     for process in processes:
-        if process.is_alive():
-            process.terminate()
-    until = time.monotonic() + ENDING
-    for process in processes:
-        process.join(max(0.0, until - time.monotonic()))
-        if process.is_alive():
-            process.kill()
-            process.join()
+        process.join()

@@ -38,11 +38,11 @@ last_words: list[Callable[[str], None]] = []
 
 def as_rank(
     args: argparse.Namespace, generate: Generate, prompt: str, place: tuple[int, int], ended: Callable[[Fault], None],
-    folder: str = "",
+    folder: str = "", failed: Callable[[BaseException], None] = lambda error: None,
 ) -> int:  # fmt: skip
     """Does what a verb does as one of several ranks. prompt: the first rank's is everyone's; place: this one's number
-    and how many there are; ended, folder: as graphrt.ranks.join() has them. Raises what the verb does, RankError where
-    another rank is lost."""
+    and how many there are; ended, folder: as graphrt.ranks.join() has them; failed: called with an error while the
+    other ranks don't know of it yet. Raises what the verb does, RankError where another rank is lost."""
     rank, size = place
     local = int(os.environ.get("LOCAL_RANK", rank))
     asked = _options(args)
@@ -62,6 +62,9 @@ def as_rank(
         if code in (0, *OWN_CODES):
             ranks.told(None)  # nobody leaves while another still listens
         return code
+    except BaseException as error:
+        failed(error)
+        raise
     finally:
         leave()
 
@@ -142,7 +145,7 @@ def started(rank: int, size: int, folder: str, args: argparse.Namespace, generat
 
     def ended(fault: Fault) -> None:
         _say(out, {"text": fault.text, "lost": False, "rank": fault.rank})
-        _end(fault, size)
+        end_since(fault, size)
 
     typed: StandardInput | None = getattr(args, "standard_input", None)
     if typed is not None:
@@ -156,13 +159,19 @@ def started(rank: int, size: int, folder: str, args: argparse.Namespace, generat
     except BaseException as error:  # whatever it is, the process that started this one says it
         if isinstance(error, KeyboardInterrupt):
             os._exit(130)
-        known = isinstance(error, GraphrtError)
-        text = str(error.args[0]) if known and error.args else f"{type(error).__name__}: {error}"
-        _say(out, {"text": text, "lost": isinstance(error, RankError) and error.lost, "rank": rank})
-        if not known and not rank:
+        _say(out, {"text": reason_of(error), "lost": isinstance(error, RankError) and error.lost, "rank": rank})
+        if not isinstance(error, GraphrtError) and not rank:
             traceback.print_exc(file=errors)
         os._exit(2)
     os._exit(OWN_CODES.get(code, code))  # threads of a link that others have left would hold Python's own end up
+
+
+def reason_of(error: BaseException) -> str:
+    """For people: what ends a rank."""
+    if isinstance(error, MemoryError):
+        return "its host has no memory left for it; give it more, or cut the model over more ranks"
+    known = isinstance(error, GraphrtError) and error.args
+    return str(error.args[0]) if known else f"{type(error).__name__}: {error}"
 
 
 def _say(path: Path, said: dict[str, Any]) -> None:
@@ -171,21 +180,7 @@ def _say(path: Path, said: dict[str, Any]) -> None:
         out.write(json.dumps(said))
 
 
-def ends_aloud(verb: str, rank: int, size: int) -> Callable[[Fault], None]:
-    """What ends one of torchrun's ranks when another one hangs: the first that is not to blame says it, on the stderr
-    of now; of what is no rank's fault, such as a link that is broken, the first one of each host."""
-    errors = sys.stderr
-
-    def ended(fault: Fault) -> None:
-        speaks = int(os.environ.get("LOCAL_RANK", rank)) == 0 if fault.rank < 0 else rank == (fault.rank == 0)
-        if speaks:
-            print(f"graphrt {verb}: {named(fault.rank, size)}{fault.text}", file=errors, flush=True)
-        _end(fault, size)
-
-    return ended
-
-
-def _end(fault: Fault, size: int) -> None:
+def end_since(fault: Fault, size: int) -> None:
     """The rank's own thread may wait for another one in a call that nothing else ends."""
     for say in last_words:
         say(f"{named(fault.rank, size)}{fault.text}")

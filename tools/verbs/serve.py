@@ -7,6 +7,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import signal
 import socket
 import sys
 import time
@@ -208,6 +209,7 @@ def serve(args: argparse.Namespace, _: str = "") -> int:
 def _follow(ranks: Ranks, args: argparse.Namespace) -> int:
     from graphrt.tools.serve.ranks import follow
 
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # which torchrun and systemd send to all; the first rank drains
     model = load_model(args, args.exact)
     scheduler = scheduler_of(model, args)
     with kept_prompts(scheduler, ranks, args):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from argparse import Namespace
@@ -17,7 +19,7 @@ import pytest
 from support.tiny import write_model
 
 from graphrt.backend import get_backend
-from graphrt.errors import RankError
+from graphrt.errors import ArchError, HubError, RankError
 from graphrt.models.arch import architecture, read_file
 from graphrt.models.engine import SessionOptions
 from graphrt.models.gguf import GGUFFile
@@ -27,9 +29,9 @@ from graphrt.models.ranks.plan import RankPlan
 from graphrt.models.ranks.weights import RankWeights
 from graphrt.ranks import Ranks
 from graphrt.tools.cli import main
-from graphrt.tools.ranks import member
-from graphrt.tools.ranks.launch import Job, _error, _failed, _failure
-from graphrt.tools.ranks.member import own_backend
+from graphrt.tools.ranks import launch, member
+from graphrt.tools.ranks.launch import Job, ServerJob, _error, _failed, _failure, check_plan
+from graphrt.tools.ranks.member import SERVES, own_backend
 
 TEXT = ("--raw", "-p", "hello the sea", "--temp", "0", "--ignore-eos", "--backend", "cpu", "-t", "1")
 
@@ -89,6 +91,136 @@ def test_what_all_say_is_said_once(tmp_path: Path) -> None:
     for rank in range(2):
         said(tmp_path, rank, "the file is damaged", lost=False)
     assert str(_error([_failure(rank, ended(2), tmp_path) for rank in range(2)], 2)) == "the file is damaged"
+
+
+def test_what_all_come_to_say_is_nobody_s_alone(tmp_path: Path) -> None:
+    """The second one a little after the first."""
+    for rank in range(2):
+        said(tmp_path, rank, "the file is damaged", lost=False)
+    with pytest.raises(RankError, match="^the file is damaged$"):
+        Job(Namespace(), 2, lambda *_: 0, "")._watch([Ending(2, 0), Ending(2, 6)], tmp_path)  # type: ignore[list-item]
+
+
+class Process:
+    """A rank's, which runs until it is ended, and notes how."""
+
+    def __init__(self) -> None:
+        self.sentinel, self._other = os.pipe()
+        self.exitcode: int | None = None
+        self.ended: list[str] = []
+
+    def is_alive(self) -> bool:
+        return self.exitcode is None
+
+    def join(self, seconds: float | None = None) -> None:
+        pass
+
+    def _end(self, how: str, code: int) -> None:
+        self.ended.append(how)
+        if self.is_alive():
+            self.exitcode = code
+            os.close(self._other)
+
+    def terminate(self) -> None:
+        self._end("asked", 0)
+
+    def kill(self) -> None:
+        self._end("killed", -signal.SIGKILL)
+
+
+@pytest.fixture
+def processes(monkeypatch: pytest.MonkeyPatch) -> list[Process]:
+    """Of the ranks that are started."""
+    made = [Process(), Process()]
+    spawn = importlib.import_module("torch.multiprocessing.spawn")
+    monkeypatch.setattr(spawn, "start_processes", lambda *given, **more: SimpleNamespace(processes=made))
+    return made
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "error", "why"),
+    [
+        ("", 3, ArchError, "each of 3 ranks must have heads of .* use 2 or 4"),
+        ("nowhere.gguf", 2, HubError, "there is no such file"),
+    ],
+)
+def test_what_no_rank_could_do_is_refused_while_they_start(
+    name: str, ranks: int, error: type[Exception], why: str, model: Path, processes: list[Process],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(Job, "_watch", lambda *_: pytest.fail("they are waited for"))
+    with pytest.raises(error, match=f"^(?!rank ).*{why}"):
+        Job(Namespace(model=name or str(model), pp=1), ranks, lambda *_: 0, "").run()
+    assert processes[0].ended[0] == "asked" and processes[1].ended[0] == "killed"
+
+
+def test_of_a_model_that_is_fetched_or_made_up_nothing_is_known(model: Path) -> None:
+    for given in ({"model": None}, {"model": "hf:a/b"}, {"model": None, "synthetic": "tiny"}):
+        check_plan(Namespace(**given), 3)
+    check_plan(Namespace(model="nowhere.gguf"), 1)
+    check_plan(Namespace(model=str(model)), 2)
+    with pytest.raises(ArchError, match="3 stages"):
+        check_plan(Namespace(model=str(model), pp=3), 3)
+    with pytest.raises(ArchError, match="this model has none"):
+        check_plan(Namespace(model=str(model), ep=True), 2)
+
+
+def test_a_signal_ends_the_ranks_and_takes_their_folder(
+    model: Path, processes: list[Process], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folders: list[Path] = []
+
+    def watch(self: Job, _: object, folder: Path) -> int:
+        folders.append(folder)
+        signal.raise_signal(signal.SIGHUP)
+        signal.raise_signal(signal.SIGTERM)
+        raise AssertionError("SIGTERM ends it")
+
+    monkeypatch.setattr(Job, "_watch", watch)
+    monkeypatch.setattr(launch, "check_plan", lambda *_: None)
+    old = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as under nohup
+    try:
+        with pytest.raises(SystemExit) as ended:
+            Job(Namespace(), 2, lambda *_: 0, "").run()
+    finally:
+        signal.signal(signal.SIGHUP, old)
+    assert ended.value.code == 143 and not folders[0].exists() and processes[1].ended
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+@pytest.mark.parametrize("served", [True, False])
+def test_a_server_that_is_asked_to_end_does_not_begin_again(
+    served: bool, processes: list[Process], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Asked while its ranks start, of which the first one then dies."""
+    looks: list[Path] = []
+
+    def watch(self: Job, ranks: Any, folder: Path) -> int:
+        looks.append(folder)
+        if served:
+            Path(folder, SERVES).touch()
+        signal.raise_signal(signal.SIGTERM)
+        raise RankError("rank 0 of 2: it is gone")
+
+    monkeypatch.setattr(Job, "_watch", watch)
+    monkeypatch.setattr(launch, "check_plan", lambda *_: None)
+    with socket.socket() as listening:
+        job = ServerJob(Namespace(listening=listening), 2, lambda *_: 0, "")
+        if served:
+            with pytest.raises(RankError, match="it is gone"):
+                job.run()
+        else:
+            assert job.run() == 143
+        assert listening.fileno() == -1, "whoever connects now is refused"
+    assert len(looks) == 1 and processes[0].ended[0] == "asked"
+
+
+def test_a_server_that_was_asked_while_its_processes_were_made(processes: list[Process], tmp_path: Path) -> None:
+    job = ServerJob(Namespace(), 2, lambda *_: 0, "")
+    job.asked = True
+    processes[1].exitcode = 0
+    assert job._watch(processes, tmp_path) == 0  # type: ignore[arg-type]
+    assert processes[0].ended == ["asked"]
 
 
 def test_what_one_rank_does_alone_is_refused(model: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -125,7 +125,13 @@ def test_two_ranks_serve_and_begin_again(tiny: Path, tmp_path: Path, served: Ser
             os.kill(ranks_of(server)[0], signal.SIGKILL)  # the one that listens, while nobody asks
             assert answers_again(server, client) == wanted
             assert not [*tmp_path.glob("kept*")] and texts(client, REPEATING) == wanted_long
-        server.process.send_signal(signal.SIGTERM)
+            with client.stream("POST", TEXTS, json=GREEDY | {"stream": True, "max_tokens": 56}) as going:
+                lines = going.iter_lines()
+                next(lines)
+                for pid in (*ranks_of(server), server.process.pid):  # as systemd does, and torchrun
+                    os.kill(pid, signal.SIGTERM)
+                answered = "".join(lines)
+            assert answered.endswith("data: [DONE]") and "rank_lost" not in answered
         assert server.process.wait(timeout=AGAIN) == 0
     finally:
         server.process.kill()
