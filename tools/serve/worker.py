@@ -88,6 +88,10 @@ class Worker:
         self._tell(scheduler.add, texts)
         return inbox
 
+    def n_of_key(self, key: str) -> int:
+        """Texts of a key that wait or are made."""
+        return sum(text.key == key for text in self._inboxes)
+
     def cancel(self, texts: Sequence[Text]) -> None:
         """Nobody wants these any more; their last event is an error, unless they have ended."""
         scheduler = self.scheduler

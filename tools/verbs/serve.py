@@ -103,6 +103,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("-to", "--timeout", type=whole(1), default=30, metavar="N", help=late)
     queue = "texts that may wait for their turn; more are told to come again (default: 1024)"
     group.add_argument("--max-queue", type=whole(0), default=1024, metavar="N", help=queue)
+    of_key = (
+        "texts of one API key (without keys: address) that may wait or be made; more are told to come again (default: "
+        "0, any number)"
+    )
+    group.add_argument("--max-per-key", type=whole(0), default=0, metavar="N", help=of_key)
     drain = "seconds that SIGTERM waits for requests to end, 0: as long as they take (default)"
     group.add_argument("--shutdown-timeout", type=whole(0), default=0, metavar="N", help=drain)
     guessed = "tokens that are guessed at a time from where a text's last ones stood before (default: 0, none)"
@@ -293,7 +298,7 @@ def made_state(model: Model, args: argparse.Namespace, sampling: Any) -> State:
     from graphrt.tools.serve.texts import Maker
     from graphrt.tools.serve.worker import Worker
 
-    names, limits = names_of(model, args), Limits(args.max_body, args.timeout, args.max_queue)
+    names, limits = names_of(model, args), Limits(args.max_body, args.timeout, args.max_queue, args.max_per_key)
     metrics = Metrics(names[0])
     at_once = args.parallel + args.max_queue  # texts that can be there at once
     scheduler, embed = scheduler_of(model, args), embed_of(model, args)

@@ -24,6 +24,11 @@ from support.soak import is_quiet
 from support.verbs import Verb
 
 from graphrt.models import load
+from graphrt.models.sampling_params import SamplerParams
+from graphrt.tools.cli import verb_parser
+from graphrt.tools.serve.app import application
+from graphrt.tools.serve.schemas import CompletionRequest
+from graphrt.tools.verbs import serve
 
 TEXT = "hello the sea"
 USER = [{"role": "user", "content": TEXT}]
@@ -496,6 +501,34 @@ def test_keys_limits_and_the_end(guarded: Served) -> None:
     assert all(line["level"] == "info" for line in told)
     (streamed,) = (line for line in told if line.get("tokens") == 400)
     assert streamed["seconds"] > 0.05 and f"{streamed['prompt_tokens']} + 400 tokens" in streamed["message"]
+
+
+def test_a_key_has_so_many_texts_at_a_time(tiny: Path) -> None:
+    """Another one's are made meanwhile, and its own once some have ended."""
+    args = verb_parser("serve", serve).parse_args([str(tiny), "-np", "4", "--max-per-key", "2"])
+    state = serve.made_state(load(tiny, "cpu"), args, SamplerParams(temp=0))
+    maker, body = state.generator(), {"prompt": TEXT, "max_tokens": 5}
+
+    async def asked() -> list[tuple[int, Any]]:
+        app = application(state)
+        async with (
+            app.router.lifespan_context(app),
+            httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://x") as http,
+        ):
+            long = CompletionRequest(prompt=TEXT, max_tokens=4000, ignore_eos=True)
+            mine, other = (maker.completion(long, key) for key in ("127.0.0.1", "another"))
+            for texts in mine, other:
+                state.submit(texts)
+            bodies = body, body | {"n": 2}, body | {"n": 3}
+            answers = [await http.post(TEXTS, json=each) for each in bodies]
+            state.worker.cancel(mine)
+            while state.worker.n_of_key("127.0.0.1"):
+                await asyncio.sleep(0.01)
+            answers.append(await http.post(TEXTS, json=bodies[1]))
+            return [(answer.status_code, (answer.json().get("error") or {}).get("code")) for answer in answers]
+
+    found = asyncio.run(asked())
+    assert found == [(200, None), (429, "key_limit"), (400, None), (200, None)]
 
 
 def test_an_old_llguidance_is_refused_at_once(
