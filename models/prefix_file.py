@@ -18,7 +18,7 @@ from __future__ import annotations
 import hashlib
 import struct
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
@@ -47,14 +47,25 @@ class Saved(NamedTuple):
     key: bytes
 
 
-def save_prefixes(engine: PagedEngine, path: Path, most: int, costs: Mapping[str, int] | None = None) -> int:
+class SaveStopped(SessionError):
+    """A file was not written, since its writing was to stop."""
+
+
+def save_prefixes(
+    engine: PagedEngine,
+    path: Path,
+    most: int,
+    costs: Mapping[str, int] | None = None,
+    stops: Callable[[], bool] = lambda: False,
+) -> int:
     """Writes what an engine's tree has, of what was used last as much as fits `most` bytes of rows; gives how many
-    tokens that is. costs: bytes that a page of each kind counts as, page_bytes() unless given. Raises SessionError
-    where the file can't be written."""
+    tokens that is. costs: bytes that a page of each kind counts as, page_bytes() unless given; stops: asked before each
+    page whether to stop. Raises SessionError where the file can't be written, SaveStopped where it was to stop: then
+    the file is as it was."""
     with engine.alone():
         nodes = _latest(engine.cache.pool, most, costs or page_bytes(engine))
         try:
-            private_files.write(path, with_check(_pieces(engine, nodes)))
+            private_files.write(path, with_check(_pieces(engine, nodes, stops)))
         except (OSError, ValueError) as error:  # ValueError: a path with a NUL
             raise SessionError(
                 f"a file of prompts must be writable, {str(path)[:200]!r} is not: {error}; give another"
@@ -135,7 +146,7 @@ def _above(node: Node) -> Iterator[Node]:
         node = node.parent
 
 
-def _pieces(engine: PagedEngine, nodes: Sequence[Node]) -> Iterator[bytes]:
+def _pieces(engine: PagedEngine, nodes: Sequence[Node], stops: Callable[[], bool]) -> Iterator[bytes]:
     cache, kinds = engine.cache, list(engine.cache.pool.kinds)
     yield _HEADER.pack(MAGIC, _common(engine), len(nodes))
     places = {id(node): i for i, node in enumerate(nodes, 1)}
@@ -144,6 +155,8 @@ def _pieces(engine: PagedEngine, nodes: Sequence[Node]) -> Iterator[bytes]:
         yield _NODE.pack(places.get(id(node.parent), 0), mask, len(node.key)) + node.key
     for node in nodes:
         for kind in (kind for kind in kinds if kind in node.pages):
+            if stops():
+                raise SaveStopped("a file of prompts was to be written no further")
             yield from (data.tobytes() for data in cache.read_page(kind, node.pages[kind]))
 
 

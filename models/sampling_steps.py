@@ -169,12 +169,14 @@ def draw(candidates: Candidates, uniform: float) -> int:
 
 
 def _bound_below_top(logits: npt.NDArray[np.float32], k: int) -> np.float32:
-    """A number with at least k logits not below it, and few more: the k-th highest of the maxima of blocks."""
-    n_blocks = len(logits) // _BLOCK
-    if n_blocks < 2 * k:
+    """A number with at least k logits not below it, and few more: the k-th highest of the maxima of sets of _BLOCK. A
+    set's logits lie n_sets apart, so that numpy compares whole rows: 18 us of 49152 logits, 125 where they lie side by
+    side."""
+    n_sets = len(logits) // _BLOCK
+    if n_sets < 2 * k:
         return np.float32(np.partition(logits, len(logits) - k)[len(logits) - k])
-    maxima = logits[: n_blocks * _BLOCK].reshape(n_blocks, _BLOCK).max(axis=1)
-    return np.float32(np.partition(maxima, n_blocks - k)[n_blocks - k])
+    maxima = logits[: n_sets * _BLOCK].reshape(_BLOCK, n_sets).max(axis=0)
+    return np.float32(np.partition(maxima, n_sets - k)[n_sets - k])
 
 
 def _sorted(ids: npt.NDArray[np.int64], logits: npt.NDArray[np.float32]) -> Candidates:

@@ -113,6 +113,14 @@ _ROWS: dict[tuple[str, ...], Foreign] = {
         """--chat-template-kwargs '{"enable_thinking": false}' is for templates that read it""", 1
     ),
     ("--default-chat-template-kwargs",): Foreign("", 1, ours="--chat-template-kwargs"),
+    ("--rerank", "--reranking"): _idle("what a model is for its file says; `graphrt serve` has /rerank for all"),
+    ("-bs", "--backend-sampling"): _idle("tokens are chosen on a GPU wherever it can do what is asked"),
+    ("--sleep-idle-seconds",): _idle("a model stays in memory until the server ends", 1),
+    ("--cache-idle-slots", "--no-cache-idle-slots"): _idle("what prompts begin with is kept while pages are free"),
+    ("-sps", "--slot-prompt-similarity", "-ctxcp", "--ctx-checkpoints", "--swa-checkpoints"): _idle(
+        "what prompts have in common is found whatever slot it is in", 1
+    ),
+    ("--media-path",): _instead("models read text alone", 1),
     ("--slot-save-path",): _instead("--prompt-cache FILE keeps what prompts begin with", 1),
     ("--ssl-key-file", "--ssl-cert-file", "--api-prefix", "--path"): _instead("a proxy in front has that", 1),
     ("--host", "--port"): _instead("`graphrt serve` is the server, and has it", 1),

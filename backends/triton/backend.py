@@ -137,9 +137,9 @@ class TritonBackend(Backend):
 
     def fuse(self, region: Region) -> list[Group]:
         # Triton is imported by whoever prepares a graph, not by whoever lists backends.
-        from graphrt.backends.triton.fuse import wanted_fusions
+        from graphrt.backends.triton.fuse import fusions_for
 
-        return fuse(region, wanted_fusions(self.exact))
+        return fuse(region, fusions_for(self.exact, self.target.arch))
 
     def compile(self, groups: Sequence[Group], place: Callable[[Tensor], Place]) -> Program:
         from graphrt.backends.triton.context import Context

@@ -18,6 +18,7 @@ from graphrt.backends.triton.kernels.flash_attn.launcher import (
     ATTENTION_BACK,
     ATTENTION_LSE,
     BLOCK_APPEND,
+    LONG_BLOCK_APPEND,
     PANEL_APPEND,
 )
 from graphrt.backends.triton.kernels.latent import HEAD_PRODUCTS, LATENT_ROPE_CACHE
@@ -44,6 +45,7 @@ FUSIONS: tuple[Fusion, ...] = (
     TRAINED_PRODUCTS,
     GRADIENT_OF_X,
     GATE_UP_GLU,
+    LONG_BLOCK_APPEND,
     ROTATED_PROJECTIONS,
     PROJECTIONS,
     NORM_ROPE_CACHE,
@@ -63,6 +65,13 @@ FUSIONS: tuple[Fusion, ...] = (
 )
 #: Off unless GRAPHRT_FUSE names them: each loses at some of the lengths at which it was timed (BENCHMARKS.md).
 ASKED_FOR: tuple[Fusion, ...] = (ROPE_CACHE_ATTENTION, BLOCK_APPEND, PANEL_APPEND)
+#: Those that were timed on one architecture alone, where they are on.
+TIMED_ON = {LONG_BLOCK_APPEND: "sm_90"}
+
+
+def fusions_for(exact: bool, arch: str) -> list[Fusion]:
+    """wanted_fusions() less what was timed on other architectures alone."""
+    return [fusion for fusion in wanted_fusions(exact) if TIMED_ON.get(fusion, arch) == arch]
 
 
 def wanted_fusions(exact: bool) -> list[Fusion]:

@@ -71,7 +71,9 @@ def _make_cont(inputs: Inputs, op: str, axes: _Axes) -> Tensor:
 
 def _cont_cases(op: str) -> Iterator[Case]:
     shapes = ((5, 4, 3, 2), (33, 65, 2, 1), (1025, 3, 1, 1))
-    for axes in grid(_Axes(), {"type": ("f32", "f16", "i32"), "ne": shapes, "layout": (*_PERMUTATIONS, "gaps")}):
+    points = grid(_Axes(), {"type": ("f32", "f16", "i32"), "ne": shapes, "layout": (*_PERMUTATIONS, "gaps")})
+    panels = _Axes("f16", ne=(8, 8, 33, 4), layout="heads_first")  # what ops.key_panels.key_panels() makes of keys
+    for axes in (*points, panels):
         yield Case(op, {"type": axes.type, "ne": axes.ne, "layout": axes.layout}, partial(_make_cont, op=op, axes=axes))
 
 

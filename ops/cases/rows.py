@@ -8,6 +8,7 @@ from functools import partial
 
 from graphrt.dtypes import WRITABLE, dtype
 from graphrt.ops.cases.gaps import gapped
+from graphrt.ops.key_panels import panel_width, set_key_panels
 from graphrt.ops.rows import get_rows, set_rows
 from graphrt.tensor import Tensor
 from graphrt.testing import Case, Inputs, Rows, grid, register_cases
@@ -84,10 +85,41 @@ def _make_set(inputs: Inputs, axes: _Axes) -> Tensor:
     return set_rows(inputs("rows", axes.rows, source), ids, inputs("target", axes.type, target))
 
 
+@dataclass(frozen=True)
+class _Panels:
+    """n_ids new keys [d, heads] a sequence, written into a cache of n_cells keys in panels. ids: their type."""
+
+    type: str
+    d: int = 64
+    heads: int = 2
+    n_cells: int = 33
+    n_ids: int = 1
+    n_seq: int = 1
+    ids: str = "i64"
+    rows: str = "f32"
+    layout: str = "panels"
+
+
+def _make_panels(inputs: Inputs, axes: _Panels) -> Tensor:
+    x = panel_width(dtype(axes.type))
+    rows = inputs("rows", axes.rows, (axes.d, axes.heads, axes.n_ids, axes.n_seq))
+    ids = inputs("ids", axes.ids, (axes.n_ids, 1, axes.n_seq), Rows(axes.n_cells, distinct=True))
+    cache = inputs("target", axes.type, (x, axes.n_cells, axes.d // x * axes.heads, axes.n_seq))
+    return set_key_panels(rows, ids, cache)
+
+
+def _panel_cases() -> Iterator[Case]:
+    odd = _Panels("bf16", 48, 3, 200, 2, 2, "i32", "f16")
+    for axes in (_Panels("f16"), _Panels("f32", n_ids=3), _Panels("f8_e4m3", d=32), odd):
+        yield Case("SET_ROWS", asdict(axes), partial(_make_panels, axes=axes))
+
+
 def _cases(op: str) -> Iterator[Case]:
     points, make = (_get_rows_axes(), _make_get) if op == "GET_ROWS" else (_set_rows_axes(), _make_set)
     for axes in dict.fromkeys(points):
         yield Case(op, asdict(axes), partial(make, axes=axes))
+    if op == "SET_ROWS":
+        yield from _panel_cases()
 
 
 register_cases("GET_ROWS", quick=partial(_cases, "GET_ROWS"))

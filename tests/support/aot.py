@@ -10,6 +10,7 @@ functions that it would compile. GRAPHRT_SHARE=k/n leaves of the rows a part (sh
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -393,6 +394,19 @@ def rows_of(arch: str) -> Iterator[tuple[str, Callable[[], list[Launch]]]]:
             yield f"{arch} row {i} {shape}", partial(portable_launches, arch, shape, row.config, schedule)
 
 
+def knobs_of(arch: str) -> Iterator[tuple[str, Callable[[], list[Launch]]]]:
+    """What AMD's compiler can be asked for, as `graphrt tune` tries it, of the rows for heads of 128 of f16. Many of
+    them spill, so they are compiled only where the word `knobs` asks for them."""
+    for n_q, schedule in (1, "split"), (64, "stream_k"):
+        shape = Shape((128, 128), n_q, ("f16", "f16"))
+        plain = configs.find_config(arch, n_q * 4, shape.d, *shape.types)
+        for size, waves, early in itertools.product((16, 32), range(5), (False, True)):
+            if plain.block_m >= size:
+                found = replace(plain, waves_per_eu=waves, matrix_instr_nonkdim=size, pre_load_v=early)
+                name = f"{arch} knobs, queries {n_q}, instructions {size}, waves {waves}, V early {early}"
+                yield name, partial(portable_launches, arch, shape, found, schedule)
+
+
 #: Head sizes whose pieces are not all whole, which row of the table they have, and a mask whose rows are not aligned.
 ODD = [(40, 40), (72, 72), (90, 90), (65, 67)]
 DECODE = [Shape((d, d), 1, (t, t)) for d in (64, 128, 256) for t in ("f16", "q8_0", "q4_0")]
@@ -522,7 +536,7 @@ def shared_out(arch: str, word: str = "") -> Iterator[tuple[str, Callable[[], li
     of the rows that launch the same kernels, so that every kernel is compiled on any day, and the k-th of every n."""
     k, n = shares("" if word else os.environ.get("GRAPHRT_SHARE", ""))
     seen: Counter[tuple[str, ...]] = Counter()
-    for name, make in launches_of(arch):
+    for name, make in knobs_of(arch) if word == "knobs" else launches_of(arch):
         if word not in name:
             continue
         group = tuple(launch.kernel.__name__ for launch in make()) if n > 1 else ()

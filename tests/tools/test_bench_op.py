@@ -21,6 +21,7 @@ from graphrt.program import Program
 from graphrt.tensor import Tensor
 from graphrt.testing import CausalMask, dequantize
 from graphrt.tools import cli
+from graphrt.tools.bench import back_shapes, backward
 from graphrt.tools.bench import torch_sdpa as peers
 from graphrt.tools.bench.op_check import _told, check, expected_rows, sample
 from graphrt.tools.bench.op_inputs import Noise, build, n_nodes_for
@@ -552,6 +553,16 @@ def test_tables_of_packed_sequences_of_a_model(bench: Bench) -> None:
     head, row = (line.split(",") for line in out.splitlines()[:2])
     assert code == 0 and row[head.index("HQ")] == "32" and row[head.index("HEAD_DIM")] == "64"
     assert all(float(row[head.index(rate)]) >= 0 for rate in ("TFLOPS", "Bandwidth_(GB/s)")), "both rates, always"
+
+
+def test_gradients_have_both_rates() -> None:
+    shape = back_shapes.BackShape("x", 4, (2, 1), (3,))
+    row = backward.BackRow(shape, seconds=1e-6)
+    moved = 4 * 4 * (4 * 2 * 3) + 2 * (2 + 4) * (4 * 1 * 3)  # q, d_out, out and dq; k, v and theirs
+    (told,) = backward.as_json([row])
+    assert told["gb_per_s"] == pytest.approx(moved / 1e3) and told["tflop_per_s"] == shape.flops / 1e6
+    cells = dict(zip(backward.COLUMNS, backward.cells_of(row, [row], 1.0)))
+    assert cells["GB/s"] == f"{moved / 1e3:.0f}" and cells["goal"] == "-" and len(cells) == len(backward.COLUMNS)
 
 
 def test_standard_attention_beside_the_fused_op(bench: Bench) -> None:

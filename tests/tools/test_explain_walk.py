@@ -207,6 +207,11 @@ def build():
 HERE = ("--arch", "sm_89", "--sm-count", "46", "--shared-memory", "99K")
 
 
+def test_parameters_that_say_nothing_are_left_out(run: Run) -> None:
+    (line,) = [line for line in run("attn", *HERE)[1].splitlines() if line.startswith("parameters")]
+    assert "softcap 0" in line and "score" not in line
+
+
 def test_a_program_in_words_and_numbers(run: Run) -> None:
     code, out, _ = run("attn", *HERE, "--program", "3")
     assert code == 0 and "planned for a GPU of 46 multiprocessors: sm_89, 99.0 KiB of shared memory" in out
@@ -225,6 +230,7 @@ def test_a_program_in_words_and_numbers(run: Run) -> None:
         (["attn", "--program", "99", *HERE], "a program must be one of 0 to"),
         (["attn", "--sm-count", "46"], "needs --arch and --sm-count, got no --arch"),
         (["attn", "--arch", "sm_1", "--sm-count", "46"], "an architecture must be one of sm_80"),
+        (["attn", *HERE[:-1], "48K"], "at least 64 KiB of shared memory, as kernels are configured for, got 49152"),
     ],
 )  # fmt: skip
 def test_what_it_refuses(run: Run, argv: list[str], said: str) -> None:

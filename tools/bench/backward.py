@@ -22,7 +22,7 @@ from graphrt.tools.bench.timing import Clock, runs_for
 from graphrt.tools.common import markdown_lines, table_lines
 
 COLUMNS = (
-    "shape", "form", "ms", "TFLOP/s", "of ceiling", "cuDNN", "flash", "flash, in order", "efficient", "x peer",
+    "shape", "form", "ms", "TFLOP/s", "GB/s", "of ceiling", "cuDNN", "flash", "flash, in order", "efficient", "x peer",
     "of beside", "first", "goal",
 )  # fmt: skip
 #: torch's ways, and whether it is told to keep an order.
@@ -46,6 +46,11 @@ class BackRow:
     @property
     def tflop_per_s(self) -> float | None:
         return self.shape.flops / self.seconds / 1e12 if self.seconds is not None else None
+
+    @property
+    def gb_per_s(self) -> float | None:
+        """Of what must move: BackShape.bytes."""
+        return self.shape.bytes / self.seconds / 1e9 if self.seconds is not None else None
 
 
 def measure(
@@ -154,8 +159,8 @@ def _peer(s: BackShape, kind: SDPBackend, ordered: bool, clock: Clock, repetitio
 
 def cells_of(row: BackRow, rows: Sequence[BackRow], ceiling: float) -> list[str]:
     """A row of the table, as COLUMNS has them. ceiling: of a product in f16, TFLOP/s."""
-    s, rate = row.shape, row.tflop_per_s
-    if rate is None or row.seconds is None:
+    s, rate, moved = row.shape, row.tflop_per_s, row.gb_per_s
+    if rate is None or moved is None or row.seconds is None:
         return [s.name, s.form, "-", row.message or "-", *["-"] * (len(COLUMNS) - 4)]
     peers = [row.peers.get(name, "-") for name in PEERS]
     shown = [f"{s.flops / t / 1e12:.0f}" if isinstance(t, float) else "-" for t in peers]
@@ -163,7 +168,7 @@ def cells_of(row: BackRow, rows: Sequence[BackRow], ceiling: float) -> list[str]
     other = next((r for r in rows if r.shape.name == s.beside and r.tflop_per_s is not None), None)
     beside = f"{rate / other.tflop_per_s:.2f}" if other is not None and other.tflop_per_s else "-"
     factor = f"{min(times) / row.seconds:.2f}" if times else "-"
-    figures = [f"{1e3 * row.seconds:.3f}", f"{rate:.0f}", f"{100 * rate / ceiling:.0f} %"]
+    figures = [f"{1e3 * row.seconds:.3f}", f"{rate:.0f}", f"{moved:.0f}", f"{100 * rate / ceiling:.0f} %"]
     return [s.name, s.form, *figures, *shown, factor, beside, s.first or "-", s.goal or "-"]
 
 
@@ -182,6 +187,7 @@ def as_json(rows: Sequence[BackRow]) -> list[dict[str, Any]]:
     return [
         {
             **asdict(r.shape), "ms": None if r.seconds is None else 1e3 * r.seconds, "tflop_per_s": r.tflop_per_s,
+            "gb_per_s": r.gb_per_s,
             "peers": {name: 1e3 * x if isinstance(x, float) else x for name, x in r.peers.items()},
             "message": r.message,
         }

@@ -111,6 +111,9 @@ _SHARED = {
     "sm_103": 232448, "sm_120": _SHARED_99, "sm_121": _SHARED_99, "gfx942": 65536, "gfx950": 163840,
 }  # fmt: skip
 
+#: The least of those: the tables of configurations have rows that need all of it.
+_LEAST_SHARED = min(_SHARED.values())
+
 
 def device_of(
     name: str | None, arch: str | None = None, sm_count: int | None = None, shared_memory: int | None = None
@@ -118,7 +121,7 @@ def device_of(
     """The device of a name, changed as said; without a name one of an architecture and so many multiprocessors.
 
     What is not a known device has no rates: only decisions are told of it. Raises BackendError for an unknown name or
-    architecture, and where too little is said.
+    architecture, where too little is said, and for less shared memory than any architecture has.
     """
     if name is not None:
         base = known_device(name)
@@ -133,6 +136,11 @@ def device_of(
     if arch not in _SHARED:
         raise BackendError(f"an architecture must be one of {', '.join(_SHARED)}, got {arch[:40]!r}")
     shared = shared_memory or (base.shared_memory if base.arch == arch else 0) or _SHARED[arch]
+    if shared < _LEAST_SHARED:
+        raise BackendError(
+            f"a program must have at least {_LEAST_SHARED >> 10} KiB of shared memory, as kernels are configured for, "
+            f"got {shared} bytes; give --shared-memory {_LEAST_SHARED >> 10}K or more"
+        )
     changed = replace(base, arch=arch, sm_count=sm_count or base.sm_count, shared_memory=shared)
     if changed == base:
         return base

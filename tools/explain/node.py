@@ -53,7 +53,8 @@ def facts(found: Explained, node: TensorInfo) -> Iterator[Fact]:
         view = f", {view_text(info, t)}" if t.view is not None else ""
         yield "sources", f"{name} = {t.name}: {type_text(t)}, nb {nb_text(t)}{view}"
     if node.params:
-        shown = ", ".join(f"{k} {v:g}" if isinstance(v, float) else f"{k} {v}" for k, v in node.params.items())
+        given = {k: v for k, v in node.params.items() if v not in ("", (), [])}  # of score functions there are few
+        shown = ", ".join(f"{k} {v:g}" if isinstance(v, float) else f"{k} {v}" for k, v in given.items())
         yield "parameters", shown if node.op.startswith("FLASH_ATTN") else params_text(node) or "as the op has them"
     if step is None:
         yield "kernel", f"none: a view {view_text(info, node)}; what it looks at is made by {_maker(info, node).name}"

@@ -7,8 +7,8 @@ import contextlib
 import hashlib
 import hmac
 import logging
-import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from starlette.applications import Starlette
@@ -18,23 +18,28 @@ from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 
 from graphrt.errors import GraphrtError
-from graphrt.tools.serve.errors import ApiError, of_runtime
+from graphrt.tools.serve.errors import LEFT, ApiError, of_runtime
+from graphrt.tools.serve.http import EventStream
 from graphrt.tools.serve.ids import new_id
+from graphrt.tools.serve.logs import ASKED, RequestLine
 from graphrt.tools.serve.openapi import Endpoint, Served, description
 from graphrt.tools.serve.origins import Origins
 from graphrt.tools.serve.routes_count import CountRoutes
+from graphrt.tools.serve.routes_invocations import InvocationsRoute
 from graphrt.tools.serve.routes_messages import MessagesRoute
 from graphrt.tools.serve.routes_native import NativeRoutes
 from graphrt.tools.serve.routes_other import OtherRoutes
 from graphrt.tools.serve.routes_rank import RankRoutes
 from graphrt.tools.serve.routes_responses import ResponsesRoute
 from graphrt.tools.serve.routes_text import TextRoutes
+from graphrt.tools.serve.scheduler import Text
 from graphrt.tools.serve.schemas import (
     AdapterScales,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
     EmbeddingsRequest,
+    Invocation,
     TemplateRequest,
     TokenizeRequest,
 )
@@ -105,6 +110,11 @@ def routes_of(state: State) -> list[Served]:
     """What there is, but for its description."""
     text, other, responses, native = TextRoutes(state), OtherRoutes(state), ResponsesRoute(state), NativeRoutes(state)
     rank, count = RankRoutes(state), CountRoutes(state)
+    invocations = InvocationsRoute(
+        state,
+        {"messages": text.chat, "prompt": text.completions, "input": other.embeddings, "query": rank.rerank}
+        | dict.fromkeys(("text_1", "queries", "data_1"), rank.score),
+    )
     anthropic, refused = MessagesRoute(state), ApiError.anthropic_response
     return [
         Served("POST", "/v1/chat/completions", text.chat, "an answer to a conversation", ChatRequest),
@@ -121,6 +131,7 @@ def routes_of(state: State) -> list[Served]:
         Served("POST", "/v1/reranking", rank.rerank, "the same, by llama-server's name", RerankRequest),
         Served("POST", "/v2/rerank", rank.rerank, "the same, by Cohere's name", RerankRequest),
         Served("POST", "/v1/score", rank.score, "how well texts go with others", ScoreRequest),
+        Served("POST", "/invocations", invocations.invoked, "one of these, by what fields a request has", Invocation),
         Served("GET", "/v1/models", other.models, "the model's names"),
         Served("GET", "/v1/models/{name:path}", other.model, "what is known of it"),
         Served("POST", "/tokenize", other.tokenize, "the tokens of a text", TokenizeRequest),
@@ -182,12 +193,14 @@ class _Door:
         path, endpoint = served.path, served.endpoint
 
         async def entered(request: Request) -> Response:
-            start, origin = time.monotonic(), None
+            origin, number, asked = None, new_id("req_", 8), list[Text]()
+            ASKED.set(asked)
+            line = RequestLine(request.method, path, number, asked)
             try:
                 origin = self._origins.of(request)
                 response = await self._answer(request, path, endpoint)
             except ClientDisconnect:
-                response = Response(status_code=499)
+                response = Response(status_code=LEFT)
             except ApiError as error:
                 response = served.refused(error)
             except GraphrtError as error:
@@ -196,10 +209,12 @@ class _Door:
                 log.exception("%s %s failed", request.method, path)
                 response = served.refused(ApiError("the server failed; its log says how", status=500))
             self._origins.let(origin, response)
-            response.headers["x-request-id"] = new_id("req_", 8)
+            response.headers["x-request-id"] = number
             self.state.metrics.http.labels(path, response.status_code).inc()
-            if path not in PUBLIC:
-                log.info("%s %s %d %.3f s", request.method, path, response.status_code, time.monotonic() - start)
+            if isinstance(response, EventStream):
+                response.on_end = partial(line.write, response.status_code)
+            elif path not in PUBLIC:
+                line.write(response.status_code)
             return response
 
         return entered

@@ -114,7 +114,8 @@ class Connection(H11Protocol):
 
     def _look(self) -> None:
         """Whether a head is waited for that may never come, and uvicorn doesn't look at the time."""
-        head = self.conn.their_state is h11.IDLE and self.timeout_keep_alive_task is None
+        begun = self.timeout_keep_alive_task is None or self.conn.trailing_data[0]
+        head = self.conn.their_state is h11.IDLE and begun
         if not head or self.transport.is_closing():
             self._stop_waiting()
         elif self._late is None:

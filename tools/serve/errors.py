@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 from starlette.responses import JSONResponse
 
 from graphrt.errors import GraphrtError, RankError
 from graphrt.printing import brief
+from graphrt.tools.serve.scheduler import Cancelled, ServerEnds
 
+#: The status of a request whose client has left, as other servers log it.
+LEFT = 499
 _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 _ANTHROPIC_TYPES = _TYPES | {413: "request_too_large", 503: "overloaded_error"}
 
@@ -48,7 +52,7 @@ class ApiError(Exception):
 
 def of_validation(error: ValidationError) -> ApiError:
     """The first thing that is wrong with a body, by its place in it."""
-    first = error.errors(include_url=False, include_context=False)[0]
+    first = _most_telling(error.errors(include_url=False, include_context=False))
     if first["type"] == "json_invalid":
         return ApiError(f"a body must be JSON: {first['msg']}; send a JSON object", code="invalid_json")
     param = _place(first["loc"])
@@ -59,6 +63,13 @@ def of_validation(error: ValidationError) -> ApiError:
     else:
         said = f"{param or 'a body'}: {first['msg'].removeprefix('Value error, ')}, got {brief(first['input'])}"
     return ApiError(said, param=param or None, code=first["type"])
+
+
+def _most_telling(errors: Sequence[ErrorDetails]) -> ErrorDetails:
+    """The first error; of a field that may be of several types one that says more than that it isn't of the first."""
+    first = errors[0]
+    alike = (each for each in errors if each["loc"][:1] == first["loc"][:1]) if first["type"].endswith("_type") else ()
+    return next((each for each in alike if not each["type"].endswith("_type")), first)
 
 
 def _place(loc: Iterable[int | str]) -> str:
@@ -79,6 +90,10 @@ def of_runtime(error: GraphrtError, param: str | None = None) -> ApiError:
     if isinstance(error, RankError):  # but for this
         said = "all ranks of this server must answer, one has not, and they are started again; try again in a while"
         return ApiError(said, status=503, code="rank_lost", headers={"retry-after": "10"})
+    if isinstance(error, ServerEnds):
+        return ApiError(message, status=503, code="server_ends", headers={"retry-after": "10"})
+    if isinstance(error, Cancelled):  # nobody reads it, but it is counted
+        return ApiError(message, status=LEFT)
     return ApiError(message, param=param or _FIELDS.get(message.split(" ", 1)[0].rstrip(":,")))
 
 

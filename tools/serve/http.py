@@ -8,7 +8,7 @@ import contextlib
 import json
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect, Request
@@ -59,22 +59,27 @@ class Chunks:
 async def body_of(request: Request, kind: type[B], most: int, seconds: float) -> B:
     """A request's body, of at most so many bytes, which are to come within so many seconds. Raises ApiError,
     ClientDisconnect."""
+    data = await data_of(request, most, seconds)
+    try:
+        return kind.model_validate_json(data.removeprefix(codecs.BOM_UTF8))
+    except ValidationError as error:
+        raise of_validation(error) from None
+
+
+async def data_of(request: Request, most: int, seconds: float) -> bytes:
+    """The same as it came."""
     packed = request.headers.get("content-encoding", "identity")
     if packed.lower() not in ("", "identity"):
         raise ApiError(f"a body must come as it is, this one is {packed[:20]!r}; send it without Content-Encoding",
                        status=415, headers={"accept-encoding": "identity"})  # fmt: skip
     try:
-        data = await asyncio.wait_for(_read(request, most), seconds)
+        return await asyncio.wait_for(_read(request, most), seconds)
     except TimeoutError:
         raise ApiError(
             f"a body must come within {seconds:g} s, this one did not; send it at once",
             status=408,
             headers={"connection": "close"},
         ) from None
-    try:
-        return kind.model_validate_json(data.removeprefix(codecs.BOM_UTF8))
-    except ValidationError as error:
-        raise of_validation(error) from None
 
 
 async def _read(request: Request, most: int) -> bytes:
@@ -116,10 +121,19 @@ def watched(receive: Receive, leave: Callable[[], None]) -> Iterator[None]:
         task.cancel()
 
 
+class OnEnd(Protocol):
+    def __call__(self, *, left: bool) -> None: ...
+
+
+def _nothing(*, left: bool) -> None:
+    """Nobody is told of a stream's end."""
+
+
 class EventStream(Response):
     """Server-sent events: "data:" and JSON texts, or lines of a named event's. leave: called when the client goes, and
-    in any case at the end; inbox: its usual pieces are written without waking `values`; last: data of the last event,
-    "" for none; told: gets the seconds of each write to the socket. A client that reads slowly is waited for.
+    in any case at the end, as on_end is with whether it has gone; inbox: its usual pieces are written without waking
+    `values`; last: data of the last event, "" for none; told: gets the seconds of each write to the socket. A client
+    that reads slowly is waited for.
 
     Events that are there at once go out in one write: a loop that is late catches up, since a write to a socket costs
     it more than the making of an event."""
@@ -137,10 +151,16 @@ class EventStream(Response):
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
         self._values, self._leave, self._inbox, self._last, self._told = values, leave, inbox, last, told
+        self._left = False
+        self.on_end: OnEnd = _nothing
+
+    def _client_left(self) -> None:
+        self._left = True
+        self._leave()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            with watched(receive, self._leave):
+            with watched(receive, self._client_left):
                 await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
                 self._inbox.out = out = Held(scope.get(WRITE), self._told)
                 async for value in self._values:
@@ -154,6 +174,7 @@ class EventStream(Response):
         finally:
             self._inbox.out = None
             self._leave()
+            self.on_end(left=self._left)
 
 
 class Held:

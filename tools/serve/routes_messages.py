@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import AsyncIterator, Iterator, Mapping
 from typing import Any
 
@@ -14,6 +13,7 @@ from graphrt.tools.serve import answers
 from graphrt.tools.serve.call_parts import CallPart
 from graphrt.tools.serve.errors import ApiError
 from graphrt.tools.serve.http import EventStream, body_of, encoded, watched
+from graphrt.tools.serve.ids import new_id
 from graphrt.tools.serve.inbox import Inbox
 from graphrt.tools.serve.message_blocks import Block, Called, Said, Thought, Told
 from graphrt.tools.serve.messages_input import as_chat
@@ -60,7 +60,7 @@ class Answer:
     def __init__(self, state: State, asked: ChatRequest, text: Text, marks: Marks) -> None:
         self.state, self.text = state, text
         self._reader, self._blocks = reader_of(asked, marks), list[Block]()
-        self._id = f"msg_{secrets.token_hex(12)}"
+        self._id = new_id("msg_")
 
     async def whole(self, inbox: Inbox) -> dict[str, Any]:
         """All of it."""

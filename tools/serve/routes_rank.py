@@ -4,7 +4,6 @@ one that gives vectors it is the cosine of theirs, as vLLM has it."""
 from __future__ import annotations
 
 import math
-import secrets
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -18,6 +17,7 @@ from graphrt.errors import SessionError
 from graphrt.tools.serve.batches import batches
 from graphrt.tools.serve.errors import of_runtime
 from graphrt.tools.serve.http import body_of
+from graphrt.tools.serve.ids import new_id
 from graphrt.tools.serve.schemas_rank import Ranking, RerankRequest, ScoreRequest
 from graphrt.tools.serve.state import Embedder, State, json_response
 from graphrt.tools.serve.truncation import Cut, cut_of
@@ -58,7 +58,7 @@ class RankRoutes:
 
     def _head(self, prefix: str, body: Ranking, n: int) -> dict[str, Any]:
         return {
-            "id": f"{prefix}-{secrets.token_hex(12)}", "object": "list", "created": int(time.time()),
+            "id": new_id(f"{prefix}-"), "object": "list", "created": int(time.time()),
             "model": body.model or self.state.name, "usage": {"prompt_tokens": n, "total_tokens": n},
         }  # fmt: skip
 

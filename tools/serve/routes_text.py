@@ -98,6 +98,8 @@ class Chat:
         self._head = answers.head("chat.completion", "chatcmpl", state.name, state.fingerprint)
         self._tokens = TokenFields(body, state.model.tokenizer)
         self._echo = said_before(body.messages[-1]) if body.echo else ""
+        #: Of a stream's first delta. A text that must be a call has none.
+        self._begun = None if tools_of(body)[1] is not None else self._echo
 
     async def whole(self, inbox: Inbox) -> dict[str, Any]:
         """All of it."""
@@ -138,7 +140,7 @@ class Chat:
         chunk = Chunks(head, (lambda: answers.usage_so_far(self.texts, made)) if usage is Usage.EACH else None)
         for i in range(len(self.texts)):
             told = self._tokens.first_of(self.texts[i]) if i == 0 else {}
-            yield chunk(_delta(i, {"role": "assistant", "content": self._echo}), **told)
+            yield chunk(_delta(i, {"role": "assistant", "content": self._begun}), **told)
         plain = [
             (chunk.form(_delta(i, {"content": HERE})), chunk.form(_delta(i, _thought(HERE))))
             for i in range(len(self.texts))

@@ -35,6 +35,7 @@ from graphrt.models.sampling_logprobs import Logprobs, logprobs_of
 from graphrt.models.step import Logits
 from graphrt.models.step_paged import StepSize
 from graphrt.models.step_times import StepTime
+from graphrt.tools.serve import host_guesses
 from graphrt.tools.serve.fair_queue import FairQueue
 
 log = logging.getLogger(__name__)
@@ -110,6 +111,10 @@ class Cancelled(GraphrtError):
     """Whoever asked for a text has left."""
 
 
+class ServerEnds(GraphrtError):
+    """Before a text has."""
+
+
 @dataclass
 class Counts:
     """Since the beginning. looked_up_tokens: of prompts, that the cache was searched for; busy_texts: that were read
@@ -157,6 +162,7 @@ class Scheduler:
         self._blocked = False  # until a text ends
         self._events: list[Event] = []
         self._most_tokens = self.most_tokens
+        self._host_guesses = bool(most_guessed) and not deterministic and not engine.home.asynchronous
         self._runs_ahead = engine.runs_ahead and (not deterministic or engine.home.asynchronous)
 
     @property
@@ -351,6 +357,8 @@ class Scheduler:
             self._count_guesses()
             self._batch.close()
             self._batch = None
+            for text in self.running.values() if self._host_guesses else ():
+                text.guesser = self._guesser(text)
 
     def _count_guesses(self) -> None:
         batch = self._batch
@@ -364,7 +372,7 @@ class Scheduler:
         """All texts', or where steps tell nothing of others those whose tokens the host must choose: pieces of prompts,
         each by itself, and a token of each text that has read its own."""
         if not self.deterministic:
-            self._read_part(self._part(), None)
+            self._read_or_guess(self._part())
             return
         engine, room = self.engine, self.engine.n_batch
         texts = {seq: text for seq, text in self.running.items() if text.how is None}
@@ -382,6 +390,69 @@ class Scheduler:
         }
         if singles:
             self._read_part(singles, engine.own_size())
+
+    def _read_or_guess(self, part: dict[int, Ids]) -> None:
+        """A step, with guesses where texts have some and they pay."""
+        if not self._host_guesses:
+            self._read_part(part, None)
+            return
+        n_made, is_prompt = self.counts.made_tokens, any(len(ids) > 1 for ids in part.values())
+        guessed = host_guesses.guesses_of(self.engine, self.running, part, self.pace)
+        if guessed:
+            self._read_guessed(part, guessed)
+        else:
+            self._read_part(part, None)
+        if self.pace is not None:
+            n_made = self.counts.made_tokens - n_made
+            self.pace.told(len(part), n_made, guessed=bool(guessed), counts=not is_prompt)
+            if not self.running:
+                self.pace.rests()
+
+    def _read_guessed(self, part: Mapping[int, Ids], guessed: Mapping[int, list[int]]) -> None:
+        """A step of single tokens and guesses behind them, and its tokens."""
+        engine, began = self.engine, time.perf_counter()
+        try:
+            rows = host_guesses.read(engine, part, guessed)
+            took = time.perf_counter() - began
+            self.times.append(StepTime(sum(map(len, rows.values())), took, took))
+            for seq, ids in part.items():
+                self._go_on(self.running[seq], int(ids[0]), guessed.get(seq, []), rows[seq])
+        finally:  # nothing stays of guesses that were wrong
+            engine.forget(part)
+
+    def _go_on(self, text: Text, latest: int, guess: list[int], rows: Logits) -> None:
+        """What the host chooses behind a text's latest token, and behind what is guessed to follow, as far as that is
+        right."""
+        guesser, n_right = text.guesser, 0
+        for token, row, expected in zip([latest, *guess], rows, [*guess, -1]):
+            host_guesses.took(self.engine, text.seq, token)
+            chosen = self._choose(text, row)
+            if chosen != expected:
+                break
+            n_right += 1
+            if text.state == ENDED:
+                break
+        if guess and guesser is not None:
+            guesser.told(len(guess), n_right)
+            self.counts.guesses += 1
+            self.counts.guessed_tokens += len(guess)
+            self.counts.right_tokens += n_right
+
+    def _choose(self, text: Text, row: Logits) -> int | None:
+        """The host chooses a text's next token. None where none is left to choose: then the text has failed."""
+        try:
+            token = text.sampler.sample(row, text.tokens)
+        except SessionError as error:
+            self._fail(text, error)
+            return None
+        if text.guesser is not None:
+            text.guesser.push(token)
+        elif self._host_guesses:
+            text.guesser = self._guesser(text)
+            if text.guesser is not None:
+                text.guesser.push(token)
+        self._made(text, token)
+        return token
 
     def _part(self) -> dict[int, Ids]:
         """What the next step reads: chunks of prompts, n_batch tokens in all, and the last tokens of the others."""
@@ -410,12 +481,7 @@ class Scheduler:
         for seq, row in zip(list(part), rows):
             text = self.running[seq]
             if engine.lengths[seq] == len(text.tokens):
-                try:
-                    token = text.sampler.sample(row, text.tokens)
-                except SessionError as error:
-                    self._fail(text, error)
-                else:
-                    self._made(text, token)
+                self._choose(text, row)
 
     def _score(self, part: Mapping[int, Ids], rows: Logits) -> Logits:
         """Tells texts their prompts' log-probabilities. rows: the logits after every token of a step; those after each

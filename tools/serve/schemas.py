@@ -331,6 +331,10 @@ class EmbeddingsRequest(Truncated):
     user: str | None = None
 
 
+class Invocation(RootModel[ChatRequest | CompletionRequest | EmbeddingsRequest]):
+    """/invocations, as it is described; what ranks texts may come there too."""
+
+
 class TokenizeRequest(Body):
     """/tokenize: of llama-server's `content`, or of vLLM's `prompt` or `messages`, which have an answer of another
     form."""

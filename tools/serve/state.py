@@ -17,6 +17,7 @@ from graphrt.models.model import Model
 from graphrt.models.rerank import Ranker
 from graphrt.tools.serve.errors import ApiError, of_runtime
 from graphrt.tools.serve.inbox import Inbox
+from graphrt.tools.serve.logs import ASKED
 from graphrt.tools.serve.metrics import Metrics
 from graphrt.tools.serve.scheduler import Event, Text
 from graphrt.tools.serve.texts import Maker
@@ -39,11 +40,12 @@ class Embedder(NamedTuple):
 class Limits:
     """max_body: bytes of a request's body; body_seconds: in which it has to come, as a
     request's head has, and in which a client has to take something of its answer; max_waiting: texts that may wait for
-    their turn."""
+    their turn; most_of_key: texts of one key, or address, that may wait or be made, 0 for any number."""
 
     max_body: int = 16 << 20
     body_seconds: float = 30.0
     max_waiting: int = 1024
+    most_of_key: int = 0
 
 
 @dataclass
@@ -129,9 +131,10 @@ class State:
         return await asyncio.get_running_loop().run_in_executor(self.threads, work)
 
     def submit(self, texts: Sequence[Text]) -> Inbox:
-        """Raises ApiError where too many wait."""
+        """Raises ApiError where too many wait, or whoever asks has too many."""
+        self._check_key(texts)
         try:
-            return self.worker.submit(texts)
+            inbox = self.worker.submit(texts)
         except Busy:
             raise ApiError(
                 f"{self.limits.max_waiting} texts may wait for their turn, and so many do; try again later",
@@ -139,6 +142,25 @@ class State:
                 code="queue_full",
                 headers={"retry-after": "1"},
             ) from None
+        ASKED.get([]).extend(texts)
+        return inbox
+
+    def _check_key(self, texts: Sequence[Text]) -> None:
+        most = self.limits.most_of_key
+        if not most:
+            return
+        if len(texts) > most:
+            said = (
+                f"a request may ask for {most} texts here (--max-per-key), this one asks for {len(texts)}; send several"
+            )
+            raise ApiError(said, param="n")
+        if self.worker.n_of_key(texts[0].key) + len(texts) > most:
+            raise ApiError(
+                f"one key may have {most} texts at a time, and this one has so many; try again when one has ended",
+                status=429,
+                code="key_limit",
+                headers={"retry-after": "1"},
+            )
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -1,5 +1,6 @@
 """Worker: the one thread that owns the engine. The event loop hands it texts, and gets their events back; between two
-steps it does one other piece of work with the model, such as embeddings."""
+steps it does one other piece of work with the model, such as embeddings; and while nothing is asked it writes what is
+to be kept."""
 
 from __future__ import annotations
 
@@ -13,8 +14,9 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from graphrt.errors import RankError
+from graphrt.errors import GraphrtError, RankError
 from graphrt.tools.serve.inbox import Inbox, Out
+from graphrt.tools.serve.kept_prompts import KeptPrompts
 from graphrt.tools.serve.metrics import Metrics
 from graphrt.tools.serve.ranks import Leader, lost
 from graphrt.tools.serve.scheduler import Event, Scheduler, Text
@@ -33,8 +35,9 @@ class Busy(Exception):
 
 class Worker:
     """Runs a scheduler; without one (an encoder's) only other work. most_waiting: texts that may wait for their turn;
-    leader: tells other ranks what it does. submit() and do() are for the event loop, which start() is told. failed: the
-    error of a rank that is lost, after which nothing is done; on_failed: called then."""
+    leader: tells other ranks what it does; kept: what is written while nothing is asked. submit() and do() are for the
+    event loop, which start() is told. failed: the error of a rank that is lost, after which nothing is done; on_failed:
+    called then."""
 
     def __init__(
         self, scheduler: Scheduler | None, metrics: Metrics, most_waiting: int, leader: Leader | None = None
@@ -49,6 +52,7 @@ class Worker:
         self._others: deque[Other] = deque()
         self._wake = threading.Condition()
         self._stopping = False
+        self.kept: KeptPrompts | None = None
         self._thread = threading.Thread(target=self._run, name="graphrt-serve-worker", daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -84,6 +88,10 @@ class Worker:
         self._tell(scheduler.add, texts)
         return inbox
 
+    def n_of_key(self, key: str) -> int:
+        """Texts of a key that wait or are made."""
+        return sum(text.key == key for text in self._inboxes)
+
     def cancel(self, texts: Sequence[Text]) -> None:
         """Nobody wants these any more; their last event is an error, unless they have ended."""
         scheduler = self.scheduler
@@ -115,11 +123,22 @@ class Worker:
         self.on_failed()
 
     def _refuse_all(self, error: RankError) -> None:
+        self._refuse_texts(error)
+        for _, found in self._others:
+            found.set_exception(error)
+
+    def _refuse_texts(self, error: GraphrtError) -> None:
         for text, inbox in self._inboxes.items():
             inbox.put(Event(text, None, error))
         self._inboxes.clear()
-        for _, found in self._others:
-            found.set_exception(error)
+
+    def refuse(self, error: GraphrtError) -> int:
+        """Ends all texts with this error. How many there were."""
+        texts = list(self._inboxes)
+        self._refuse_texts(error)
+        if self.scheduler is not None:
+            self._tell(self.scheduler.cancel, texts)
+        return len(texts)
 
     def _tell(self, command: Callable[[Text], None], texts: Sequence[Text]) -> None:
         with self._wake:
@@ -148,12 +167,28 @@ class Worker:
 
     # ---- of the thread ----
 
+    def _is_wanted(self) -> bool:
+        """There is something to do for somebody."""
+        asked = self._stopping or self._commands or self._others
+        return bool(asked) or (self.scheduler is not None and not self.scheduler.is_idle)
+
+    def _rest(self) -> None:
+        """Returns once there is something to do. With the lock, which others may have meanwhile."""
+        while not self._is_wanted():
+            seconds = self.kept.due() if self.kept is not None else None
+            if self._wake.wait(seconds) or self._is_wanted() or self.kept is None:
+                continue
+            self._wake.release()
+            try:
+                self.kept.write(self._is_wanted)
+            finally:
+                self._wake.acquire()
+
     def _run(self) -> None:
         scheduler = self.scheduler
         while True:
             with self._wake:
-                while not (self._stopping or self._commands or self._others or (scheduler and not scheduler.is_idle)):
-                    self._wake.wait()
+                self._rest()
                 if self._stopping:
                     break
                 commands, self._commands = self._commands, deque()

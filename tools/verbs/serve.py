@@ -103,6 +103,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("-to", "--timeout", type=whole(1), default=30, metavar="N", help=late)
     queue = "texts that may wait for their turn; more are told to come again (default: 1024)"
     group.add_argument("--max-queue", type=whole(0), default=1024, metavar="N", help=queue)
+    of_key = (
+        "texts of one API key (without keys: address) that may wait or be made; more are told to come again (default: "
+        "0, any number)"
+    )
+    group.add_argument("--max-per-key", type=whole(0), default=0, metavar="N", help=of_key)
     drain = "seconds that SIGTERM waits for requests to end, 0: as long as they take (default)"
     group.add_argument("--shutdown-timeout", type=whole(0), default=0, metavar="N", help=drain)
     guessed = "tokens that are guessed at a time from where a text's last ones stood before (default: 0, none)"
@@ -118,7 +123,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--log-json", action="store_true", help="log lines are JSON objects")
     group.add_argument("--exact", action="store_true", help="only reference forms of the ops: slower, to compare with")
     add_fast_argument(parser)
-    kept = "keep what prompts begin with in this file between two servers: it is written when the server ends"
+    kept = (
+        "keep what prompts begin with in this file between two servers: it is written when nothing is asked for some "
+        "seconds, once a minute at most (not over several ranks), and when the server ends"
+    )
     group.add_argument("--prompt-cache", type=OutputFile, metavar="FILE", help=kept)
     limit = f"bytes of it at most, what was used last (default: {KEPT >> 30}G)"
     group.add_argument("--prompt-cache-size", type=size, default=KEPT, metavar="SIZE", help=limit)
@@ -172,6 +180,8 @@ def serve(args: argparse.Namespace, _: str = "") -> int:
     """Serves, or as one of several ranks that isn't the first does what that one does. The exit code."""
     from graphrt.tools.ranks.member import last_words
     from graphrt.tools.serve import run
+    from graphrt.tools.serve.kept_prompts import KeptPrompts
+    from graphrt.tools.serve.logs import setup_logging
 
     ranks: Ranks | None = getattr(args, "as_ranks", None)
     sampling, keys, origins = sampler_params(args), api_keys(args), origins_of(args)
@@ -186,10 +196,13 @@ def serve(args: argparse.Namespace, _: str = "") -> int:
         host, port = listening.getsockname()[:2]
         address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         state = made_state(model, args, sampling)
-        run.setup_logging(as_json=args.log_json)
+        setup_logging(as_json=args.log_json)
         last_words.append(partial(_give_up, state))
         ready = getattr(args, "on_ready", lambda: None)
         with kept_prompts(state.worker.scheduler, ranks, args):
+            if args.prompt_cache is not None and state.worker.scheduler is not None and ranks is None:
+                path = Path(args.prompt_cache)
+                state.worker.kept = KeptPrompts(state.worker.scheduler, path, args.prompt_cache_size)
             return run.run(state, keys, listening, address, args.shutdown_timeout, ready, origins)
 
 
@@ -285,7 +298,7 @@ def made_state(model: Model, args: argparse.Namespace, sampling: Any) -> State:
     from graphrt.tools.serve.texts import Maker
     from graphrt.tools.serve.worker import Worker
 
-    names, limits = names_of(model, args), Limits(args.max_body, args.timeout, args.max_queue)
+    names, limits = names_of(model, args), Limits(args.max_body, args.timeout, args.max_queue, args.max_per_key)
     metrics = Metrics(names[0])
     at_once = args.parallel + args.max_queue  # texts that can be there at once
     scheduler, embed = scheduler_of(model, args), embed_of(model, args)

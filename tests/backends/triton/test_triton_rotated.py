@@ -21,6 +21,7 @@ import graphrt
 from graphrt import Graph, Tensor, get_backend, ops
 from graphrt.backends.triton.backend import TritonBackend
 from graphrt.backends.triton.fuse import wanted_fusions
+from graphrt.backends.triton.kernels.flash_attn import block_fusions
 from graphrt.backends.triton.kernels.products import rotated, rotated_fusions
 from graphrt.backends.triton.kernels.products.gemv import config_for
 from graphrt.backends.triton.kernels.products.lower import PROJECTIONS
@@ -158,6 +159,41 @@ def test_a_rotation_of_its_own_writes_the_cache_of_blocks(monkeypatch: pytest.Mo
     s = Step(cache=("q8_0", "q8_0"), n_dims=16)
     found = kernels(step(s))
     assert "rope_cache" in found and not {NAME, "block_append"} & {*found}
+
+
+LONG = Step(d=128, n_dims=128, heads=(4, 2), cache=("q4_0", "q4_0"), layers=1)
+#: What was not timed in long rings, or lost there: the step, the cells from which on a ring is long, the device.
+SHORT: dict[str, tuple[Step, int, str]] = {
+    "a shorter ring": (LONG, CELLS + 1, "h200"), "another GPU": (LONG, CELLS, "a100"),
+    "two types": (replace(LONG, cache=("q8_0", "q4_0")), CELLS, "h200"),
+    "other blocks": (replace(LONG, cache=("q5_0", "q5_0")), CELLS, "h200"),
+    "sequences": (replace(LONG, n_seq=2), CELLS, "h200"), "tokens": (replace(LONG, n=2), CELLS, "h200"),
+    "smaller heads": (replace(LONG, d=64, n_dims=64), CELLS, "h200"),
+    "more heads of a KV head": (replace(LONG, heads=(9, 1)), CELLS, "h200"),
+    "a rotation of its own": (replace(LONG, n_dims=64), CELLS, "h200"),
+}  # fmt: skip
+
+
+def groups_on(s: Step, long: int, name: str, monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
+    """The groups' kernels on a GPU that is not here, nothing being asked for. long: the cells of a long ring."""
+    for module in (rotated, rotated_fusions):
+        monkeypatch.setattr(module, "config_for", pairs)
+    monkeypatch.setattr(block_fusions, "LONG_RING", long)
+    monkeypatch.delenv("GRAPHRT_FUSE", raising=False)
+    backend = TritonBackend(exact=False, target=device.Target.elsewhere(DEVICES[name].elsewhere))
+    (split,) = graphrt.prepare(step(s), [backend]).splits
+    return [group.kernel for group in split.groups]
+
+
+def test_the_attention_writes_a_long_ring_of_blocks_unasked(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = groups_on(LONG, CELLS, "h200", monkeypatch)
+    assert found.count("block_append") == found.count(NAME) == 1
+
+
+@pytest.mark.parametrize("what", SHORT)
+def test_what_was_not_timed_in_long_rings_is_as_it_was(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = groups_on(*SHORT[what], monkeypatch)
+    assert "block_append" not in found and "rope_cache" in found
 
 
 NOT_FORMED = {

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from pathlib import Path
 from typing import Any
 
 import httpx2
 import pytest
 from support.served import Served
+from support.tiny import write_model
 
+from graphrt.models import load
+from graphrt.models.sampling_params import SamplerParams
+from graphrt.tools.cli import verb_parser
+from graphrt.tools.serve.app import application
 from graphrt.tools.serve.message_blocks import Thought
 from graphrt.tools.serve.messages_input import as_chat
 from graphrt.tools.serve.schemas_messages import MessagesRequest
+from graphrt.tools.verbs import serve
 
 SCHEMA = {"type": "object", "properties": {"a": {"enum": ["t"]}}, "required": ["a"], "additionalProperties": False}
 RAIN: dict[str, Any] = {"name": "rain", "description": "of the day", "input_schema": SCHEMA}
@@ -155,6 +163,39 @@ def test_refusals_are_in_anthropics_form(served: Served, guarded: Served) -> Non
         f"{guarded.url}/v1/messages", json={"messages": HELLO, "max_tokens": 1}, headers={"x-api-key": "first"}
     )
     assert known.status_code == 200 and known.json()["model"] == "mine"
+
+
+def test_what_is_thought(tmp_path: Path) -> None:
+    """A text whose template has begun a thought: it is told apart on all routes, whole and in streams."""
+    chat = "{% for m in messages %}{{ m.content }}{% endfor %}<think>"
+    path = write_model(tmp_path / "m.gguf", "llama", tokenizer="spm", chat=chat)
+    args = verb_parser("serve", serve).parse_args([str(path)])
+    app = application(serve.made_state(load(path, "cpu"), args, SamplerParams(temp=0)))
+    body = {"messages": HELLO, "max_tokens": 9}
+
+    async def work() -> list[httpx2.Response]:
+        transport = httpx2.ASGITransport(app)
+        async with (
+            app.router.lifespan_context(app),
+            httpx2.AsyncClient(transport=transport, base_url="http://x") as http,
+        ):
+            routes = ("/v1/chat/completions", "/v1/messages")
+            return [await http.post(route, json=body | {"stream": each}) for route in routes for each in (False, True)]
+
+    chat_whole, chat_stream, whole, stream = asyncio.run(work())
+    message = chat_whole.json()["choices"][0]["message"]
+    thought = message["reasoning"]
+    assert thought and message["reasoning_content"] == thought and message["content"] == ""
+    lines = [line.removeprefix("data: ") for line in chat_stream.text.split("\n\n") if "choices" in line]
+    deltas = [json.loads(line)["choices"][0]["delta"] for line in lines]
+    assert "".join(delta.get("reasoning") or "" for delta in deltas) == thought
+    assert all(delta.get("reasoning_content") == delta.get("reasoning") for delta in deltas)
+    assert whole.json()["content"] == [
+        {"type": "thinking", "thinking": thought, "signature": ""}, {"type": "text", "text": "", "citations": None},
+    ]  # fmt: skip
+    events = [json.loads(event.split("\ndata: ")[1]) for event in stream.text.strip().split("\n\n")]
+    told = [event["delta"] for event in events if event["type"] == "content_block_delta"]
+    assert "".join(delta.get("thinking", "") for delta in told) == thought and told[-1]["type"] == "signature_delta"
 
 
 def test_a_thought_ends_with_its_signature() -> None:

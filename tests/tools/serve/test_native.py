@@ -256,3 +256,18 @@ def test_counted_prompts(http: httpx2.Client) -> None:
     found = http.post("/v1/responses/input_tokens", json={"input": TEXT}).json()
     assert found == {"object": "response.input_tokens", "input_tokens": n}
     assert http.post("/v1/chat/completions/input_tokens", json=talk | {"model": "other"}).status_code == 404
+
+
+def test_invocations_are_what_their_fields_say(http: httpx2.Client) -> None:
+    talk = {"messages": [{"role": "user", "content": TEXT}], "max_tokens": 4}
+    for path, body in (
+        ("/v1/chat/completions", talk), (TEXTS, {"prompt": TEXT, "max_tokens": 4}), ("/v1/embeddings", {"input": TEXT}),
+    ):  # fmt: skip
+        plain, invoked = (http.post(where, json=body).json() for where in (path, "/invocations"))
+        key = "data" if path == "/v1/embeddings" else "choices"
+        assert plain["object"] == invoked["object"] and plain[key] == invoked[key]
+    streamed = http.post("/invocations", json=talk | {"stream": True}).text
+    assert streamed.endswith("[DONE]\n\n") and "chat.completion.chunk" in streamed
+    for content in (b"{", b"[1]", b"{}", b"[" * 10000):
+        answer = http.post("/invocations", content=content)
+        assert answer.status_code == 400 and "error" in answer.json()

@@ -142,16 +142,24 @@ def test_a_talk_in_a_browser(talk: Talk, served: Served, expect: Any) -> None:
     page, sent = talk
     expect(page.locator("#name")).to_have_text(httpx2.get(f"{served.url}/v1/models").json()["data"][0]["id"])
     page.locator("summary").click()
-    for name, value in (("temperature", "0"), ("max_tokens", "12"), ("seed", "5"), ("system", "the sea")):
+    for name, value in (
+        ("temperature", "0"),
+        ("top_k", "30"),
+        ("max_tokens", "12"),
+        ("seed", "5"),
+        ("system", "the sea"),
+    ):
         page.locator(f"#{name}").fill(value)
+    page.locator("#seed").press("Enter")
+    assert page.url.rstrip("/") == served.url, "settings are a form that goes nowhere"
     page.locator("#said").fill("hello")
     page.locator("#said").press("Shift+Enter")
     page.locator("#said").press("Enter")
     expect(page.locator("#figures")).to_contain_text("12 tokens, ")
     expect(page.locator("#send")).to_have_text("Send")
     messages = [{"role": "system", "content": "the sea"}, {"role": "user", "content": "hello\n"}]
-    body = {"messages": messages, "temperature": 0, "max_tokens": 12, "seed": 5}
-    assert sent == [body | {"stream": True, "stream_options": {"include_usage": True}}]
+    body = {"messages": messages, "temperature": 0, "top_k": 30, "max_tokens": 12, "seed": 5}
+    assert sent == [body | {"stream": True, "stream_options": {"include_usage": True}, "reasoning_format": "none"}]
     wanted = httpx2.post(f"{served.url}/v1/chat/completions", json=body, timeout=60).json()["choices"][0]["message"]
     said = page.locator(".assistant").text_content()
     assert said.split() == wanted["content"].split() and said.strip()

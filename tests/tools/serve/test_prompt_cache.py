@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import time
 from pathlib import Path
 
 import httpx2
@@ -12,6 +13,7 @@ from support.served import started
 from graphrt.models import load
 from graphrt.models.sampling_params import SamplerParams
 from graphrt.tools.cli import verb_parser
+from graphrt.tools.serve.kept_prompts import BETWEEN, QUIET, KeptPrompts
 from graphrt.tools.verbs import serve
 
 PROMPT = [5 + i % 50 for i in range(200)]
@@ -24,20 +26,50 @@ def cached(url: str) -> tuple[str, int]:
     return found["choices"][0]["text"], found["usage"]["prompt_tokens_details"]["cached_tokens"]
 
 
+def test_when_prompts_are_written(tiny: Path, tmp_path: Path) -> None:
+    """Once nothing was asked for a while, of what is new, and not all the time."""
+    args = verb_parser("serve", serve).parse_args([str(tiny), "-np", "2", "-c", "512"])
+    scheduler, now, path = serve.scheduler_of(load(tiny, "cpu"), args), 100.0, tmp_path / "kept"
+    assert scheduler is not None
+    kept = KeptPrompts(scheduler, path, 1 << 30, lambda: now)
+    assert kept.due() is None, "nothing was read"
+    scheduler.engine.read({0: PROMPT})
+    scheduler.counts.steps = 1
+    assert kept.due() == QUIET
+    now += QUIET - 0.5
+    scheduler.counts.steps = 2
+    assert kept.due() == QUIET
+    now += QUIET
+    assert kept.due() == 0
+    kept.write(lambda: True)
+    assert list(tmp_path.iterdir()) == [] and kept.due() == QUIET, "somebody asked meanwhile"
+    kept.write(lambda: False)
+    assert path.stat().st_size > 1000 and kept.due() is None
+    scheduler.counts.steps = 3
+    assert kept.due() == BETWEEN
+    now += BETWEEN
+    assert kept.due() == 0
+
+
 def test_servers_one_after_the_other(tiny: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     kept = tmp_path / "kept"
     flags = [str(tiny), "-np", "2", "-c", "512", "--prompt-cache", str(kept)]
     first = started(*flags)
     text, n = cached(first.url)
-    first.process.send_signal(signal.SIGTERM)
-    assert n == 0 and first.process.wait(60) == 0
-    data = kept.read_bytes()
-    assert kept.stat().st_mode & 0o77 == 0
+    end = time.monotonic() + 60
+    while not kept.exists():
+        assert time.monotonic() < end, "it is written while nothing is asked"
+        time.sleep(0.05)
+    first.process.kill()
+    first.process.wait(60)
+    assert n == 0 and list(tmp_path.iterdir()) == [kept] and kept.stat().st_mode & 0o77 == 0
+    written = kept.stat().st_ino
     second = started(*flags)
     assert cached(second.url) == (text, 192), "three pages of 64"
-    second.process.kill()
-    second.process.wait(60)
-    assert kept.read_bytes() == data and list(tmp_path.iterdir()) == [kept]
+    second.process.send_signal(signal.SIGTERM)
+    assert second.process.wait(60) == 0
+    assert kept.stat().st_ino != written and list(tmp_path.iterdir()) == [kept], "it is written at the end too"
+    data = kept.read_bytes()
     args = verb_parser("serve", serve).parse_args(flags)
     state = serve.made_state(load(tiny, "cpu"), args, SamplerParams())
     kept.write_bytes(data[:-1])

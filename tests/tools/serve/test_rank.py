@@ -88,6 +88,7 @@ def test_texts_are_ranked_by_the_head(ranking: Path) -> None:
             ("/score", {"text_1": QUERY, "text_2": TEXTS, "raw_scores": True}),
             ("/v1/score", {"queries": [QUERY] * 3, "documents": TEXTS, "raw_scores": True}),
             ("/score", {"data_1": QUERY, "data_2": TEXTS[1], "use_activation": False}),
+            ("/invocations", {"text_1": QUERY, "text_2": TEXTS, "raw_scores": True}),
         ],
     )
     told = plain.json()
@@ -103,7 +104,7 @@ def test_texts_are_ranked_by_the_head(ranking: Path) -> None:
     assert len(bare.json()["results"]) == 3 and "document" not in bare.json()["results"][0]
     assert [(each["index"], each["text"]) for each in tei.json()] == [(i, TEXTS[i]) for i in order]
     np.testing.assert_allclose([each["score"] for each in tei.json()], chances, rtol=1e-5)
-    for answer, scores in zip(others, (raw, raw, raw[1:2])):
+    for answer, scores in zip(others, (raw, raw, raw[1:2], raw)):
         np.testing.assert_allclose([each["score"] for each in answer.json()["data"]], scores, rtol=1e-5)
 
 

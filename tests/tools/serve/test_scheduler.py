@@ -14,9 +14,11 @@ from support.tiny import write_model
 import graphrt
 from graphrt.errors import GraphrtError, SessionError
 from graphrt.models import Model, load
+from graphrt.models.draft import DraftedText
 from graphrt.models.engine import SessionOptions
 from graphrt.models.engine_paged import PagedEngine
 from graphrt.models.generation import TextRules
+from graphrt.models.guesses import Pace
 from graphrt.models.paging.check import check
 from graphrt.models.sampling_params import SamplerParams
 from graphrt.tools.serve.fair_queue import FairQueue
@@ -106,6 +108,65 @@ def test_texts_are_those_that_each_is_alone(llama: Model, kinds: list[tuple[Samp
     run(scheduler)
     assert [made(text) for text in texts] == wanted
     check_nothing_left(scheduler)
+
+
+class Oracle:
+    """Guesses what texts go on with, which it was told, every third time with a last token that is wrong. n_left: texts
+    that have ended."""
+
+    def __init__(self, texts: Sequence[list[int]]) -> None:
+        self._texts, self._n, self.n_left = texts, 0, 0
+
+    def draft(self, asked: dict[DraftedText, int]) -> dict[DraftedText, list[int]]:
+        found = {}
+        for text, room in asked.items():
+            n, self._n = len(text.ids), self._n + 1
+            (whole,) = (whole for whole in self._texts if whole[:n] == text.ids)
+            guess = whole[n : n + room]
+            found[text] = guess[:-1] + [guess[-1] ^ 1] if guess and self._n % 3 == 0 else guess
+        return found
+
+    def leave(self, text: DraftedText) -> None:
+        self.n_left += 1
+
+
+def test_guesses_change_no_text_that_the_host_chooses(model: Model) -> None:
+    """Whatever their settings, with few pages, a text that asks for no guesses beside them; and each guess is
+    counted."""
+    kinds = [*KINDS, (DRAWN, {"grammar": "root ::= [a-z ]{3,20}"}), (replace(GREEDY, frequency_penalty=2.0), {})]
+    texts, wanted = [], []
+    for i, prompt in enumerate(prompts(9)):
+        params, rules = kinds[i % len(kinds)]
+        more = {"most_guessed": 0} if i == 2 else {}
+        texts.append(text_of(model, prompt, 5 + 2 * i, params, rules=rules, **more))
+        wanted.append(alone(model, texts[-1], params, **rules))
+    oracle = Oracle([[*text.prompt, *tokens] for text, tokens in zip(texts, wanted)])
+    engine = PagedEngine(model.decoder, model.backends, replace(OPTIONS, n_pages=12), 4)
+    scheduler = Scheduler(engine, 3, oracle)
+    for text in texts:
+        scheduler.add(text)
+    events = run(scheduler)
+    assert [made(text) for text in texts] == wanted
+    told = [event.piece for event in events if event.text is texts[2] and event.piece is not None]
+    assert [piece.token for piece in told] == wanted[2] and all(piece.logprobs is not None for piece in told)
+    counts = scheduler.counts
+    assert 0 < counts.guesses < counts.right_tokens < counts.guessed_tokens and oracle.n_left >= 8
+    assert counts.steps < sum(map(len, wanted)) / 4 + len(texts) * 4
+    assert counts.preemptions
+    check_nothing_left(scheduler)
+
+
+def test_guesses_of_the_host_stop_where_they_do_not_pay(llama: Model) -> None:
+    class Never(Pace):
+        def guesses(self, n_texts: int) -> bool:
+            return False
+
+    engine, text = PagedEngine(llama.decoder, llama.backends, OPTIONS, 4), text_of(llama, [5, 6, 7], 20, DRAWN)
+    wanted = alone(llama, text, DRAWN)
+    scheduler = Scheduler(engine, 3, Oracle([[*text.prompt, *wanted]]), Never())
+    scheduler.add(text)
+    run(scheduler)
+    assert made(text) == wanted and scheduler.counts.guesses == 0 and len(wanted) > 3
 
 
 #: What the device chooses each in its own way, beside each other.

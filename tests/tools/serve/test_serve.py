@@ -24,6 +24,11 @@ from support.soak import is_quiet
 from support.verbs import Verb
 
 from graphrt.models import load
+from graphrt.models.sampling_params import SamplerParams
+from graphrt.tools.cli import verb_parser
+from graphrt.tools.serve.app import application
+from graphrt.tools.serve.schemas import CompletionRequest
+from graphrt.tools.verbs import serve
 
 TEXT = "hello the sea"
 USER = [{"role": "user", "content": TEXT}]
@@ -198,6 +203,7 @@ def test_calls_of_tools(client: openai.OpenAI, http: httpx2.Client, choice: Any)
     call = found.message.tool_calls[0]
     assert call.function.name == "rain" and json.loads(call.function.arguments)["a"] in ("t", "he")
     deltas = [chunk.choices[0].delta for chunk in client.chat.completions.create(**asked, max_tokens=120, stream=True)]
+    assert not any(delta.content is not None for delta in deltas)
     (name, *arguments), first = [call for delta in deltas for call in delta.tool_calls or ()], deltas[0]
     assert first.role == "assistant" and not any(delta.content for delta in deltas)
     assert (name.index, name.id[:5], name.type, name.function.name) == (0, "call_", "function", "rain")
@@ -367,6 +373,15 @@ def test_what_is_wrong_is_told_by_its_field(http: httpx2.Client) -> None:
     assert is_quiet(http)
 
 
+def test_a_field_of_several_types_is_told_what_is_wrong_with_its_own(http: httpx2.Client) -> None:
+    for field, value, said in [
+        ("prompt", [], "at least 1 item"), ("prompt", [[]], "at least 1 item"), ("prompt", 5, "a valid string"),
+        ("stop", ["a"] * 5000, "at most"), ("stop", {"a": 1}, "a valid string"),
+    ]:  # fmt: skip
+        error = http.post(TEXTS, json={"prompt": TEXT, field: value}).json()["error"]
+        assert error["param"].startswith(field) and said in error["message"], (field, error)
+
+
 @pytest.mark.parametrize(
     "body",
     [b"", b"{", b"[]", b"\xff\xfe", b"null", b'{"prompt": NaN}', b'{"prompt": "\\ud800", "max_tokens": 1e999}',
@@ -482,7 +497,38 @@ def test_keys_limits_and_the_end(guarded: Served) -> None:
     assert guarded.process.wait(60) == 0
     with pytest.raises(httpx2.TransportError):
         bare.get("/health")
-    assert all(json.loads(line)["level"] == "info" for line in guarded.log)
+    told = [json.loads(line) for line in guarded.log]
+    assert all(line["level"] == "info" for line in told)
+    (streamed,) = (line for line in told if line.get("tokens") == 400)
+    assert streamed["seconds"] > 0.05 and f"{streamed['prompt_tokens']} + 400 tokens" in streamed["message"]
+
+
+def test_a_key_has_so_many_texts_at_a_time(tiny: Path) -> None:
+    """Another one's are made meanwhile, and its own once some have ended."""
+    args = verb_parser("serve", serve).parse_args([str(tiny), "-np", "4", "--max-per-key", "2"])
+    state = serve.made_state(load(tiny, "cpu"), args, SamplerParams(temp=0))
+    maker, body = state.generator(), {"prompt": TEXT, "max_tokens": 5}
+
+    async def asked() -> list[tuple[int, Any]]:
+        app = application(state)
+        async with (
+            app.router.lifespan_context(app),
+            httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://x") as http,
+        ):
+            long = CompletionRequest(prompt=TEXT, max_tokens=4000, ignore_eos=True)
+            mine, other = (maker.completion(long, key) for key in ("127.0.0.1", "another"))
+            for texts in mine, other:
+                state.submit(texts)
+            bodies = body, body | {"n": 2}, body | {"n": 3}
+            answers = [await http.post(TEXTS, json=each) for each in bodies]
+            state.worker.cancel(mine)
+            while state.worker.n_of_key("127.0.0.1"):
+                await asyncio.sleep(0.01)
+            answers.append(await http.post(TEXTS, json=bodies[1]))
+            return [(answer.status_code, (answer.json().get("error") or {}).get("code")) for answer in answers]
+
+    found = asyncio.run(asked())
+    assert found == [(200, None), (429, "key_limit"), (400, None), (200, None)]
 
 
 def test_an_old_llguidance_is_refused_at_once(

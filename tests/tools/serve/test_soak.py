@@ -8,6 +8,7 @@ import signal
 import socket
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -85,7 +86,7 @@ def test_clients_that_stall_are_sent_away(guarded: Served) -> None:
     refused = b"POST /tokenize HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\n{"
     for sent, told in (b"POST /v1/comp", b""), (whole + b"POST /v1/comp", b"200 OK"), (refused, b"401 Unauthorized"):
         with socket.create_connection(there) as half:
-            half.settimeout(60)
+            half.settimeout(20)  # uvicorn ends those on which nothing comes after 30
             half.sendall(sent)
             found = all_of(half)
             assert told in found and bool(told) == bool(found)
@@ -127,3 +128,33 @@ def test_a_server_that_is_killed_begins_again(tiny: Path) -> None:
     finally:
         again.process.kill()
         again.process.wait()
+
+
+@pytest.mark.parametrize(("flags", "signals"), [(["--shutdown-timeout", "1"], 1), ([], 2)])
+def test_who_still_waits_at_the_end_is_told(tiny: Path, flags: list[str], signals: int) -> None:
+    """When the time for it is over, or at a second signal: a stream, a whole answer, and one who sends half a body."""
+    server = started(str(tiny), "-np", "2", "--no-warmup", "--log-json", *flags)
+    body = {"prompt": PROMPT, "max_tokens": 4000, "ignore_eos": True}
+    url = urlsplit(server.url)
+    with (
+        httpx2.Client(base_url=server.url, timeout=60) as http,
+        socket.create_connection((url.hostname, url.port)) as half,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        half.sendall(b"POST /tokenize HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\n{")
+        whole = pool.submit(http.post, TEXTS, json=body)
+        with http.stream("POST", TEXTS, json=body | {"stream": True}) as answer:
+            lines = (line for line in answer.iter_lines() if line)
+            first = next(lines)
+            for _ in range(signals):
+                server.process.send_signal(signal.SIGTERM)
+                time.sleep(0.3)
+            *_, told, last = [first, *lines]
+        assert json.loads(told[6:])["error"]["code"] == "server_ends" and last == "data: [DONE]"
+        assert whole.result().status_code == 503 and whole.result().json()["error"]["code"] == "server_ends"
+        assert server.process.wait(20) == 0, "it doesn't wait for the rest of a body, which has 30 seconds"
+    log = [json.loads(line) for line in server.log]
+    assert [line["level"] for line in log if line["level"] != "info"] == ["warning"]
+    lines_of = {line["status"]: line for line in log if line.get("path") == TEXTS}
+    assert set(lines_of) == {200, 503} and lines_of[200]["tokens"] > 1 and lines_of[200]["prompt_tokens"] > 1
+    assert lines_of[200]["request_id"] == answer.headers["x-request-id"] and "left" not in lines_of[200]

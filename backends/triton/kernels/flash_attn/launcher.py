@@ -21,7 +21,7 @@ from graphrt.backends.triton.kernels.flash_attn.append_fusions import (
 )
 from graphrt.backends.triton.kernels.flash_attn.append_launch import block_arguments, panel_arguments
 from graphrt.backends.triton.kernels.flash_attn.backward.launcher import BackLauncher
-from graphrt.backends.triton.kernels.flash_attn.block_fusions import block_append
+from graphrt.backends.triton.kernels.flash_attn.block_fusions import block_append, long_block_append
 from graphrt.backends.triton.kernels.flash_attn.chosen import Chosen
 from graphrt.backends.triton.kernels.flash_attn.configs import Config
 from graphrt.backends.triton.kernels.flash_attn.fusions import (
@@ -263,6 +263,7 @@ ATTENTION_BACK = Fusion("attention_back", attention_back, exact=True)
 #: Likewise, behind attention_lse, which would compute the scores once more without it. It gains at short contexts and
 #: loses at long ones, so it is asked for by name.
 PANEL_APPEND = Fusion("panel_append", panel_append)
-#: What ROPE_CACHE does in one launch is then in those before and behind it. It gains at long texts and loses at short
-#: ones. A graph over a ring of cells is the same for both, so no rule can tell them apart: it is asked for by name.
+#: What ROPE_CACHE does in one launch is then in those before and behind it. It loses in short rings: it is asked for.
 BLOCK_APPEND = Fusion("block_append", block_append)
+#: Where it does not, it is on by itself.
+LONG_BLOCK_APPEND = Fusion("long_block_append", long_block_append)
