@@ -55,7 +55,7 @@ def test_check_asks_for_all_ranks(model: Path, capsys: pytest.CaptureFixture[str
         (("check", "--pp", "2"), "--pp and --ep divide ranks that are not there, got no --ranks"),
         (("trace", "-p", "a", "--ep"), "--pp and --ep divide ranks that are not there, got no --ranks"),
         (("check", "--ranks", "2", "--order"), "--order checks the launches of one GPU, got --ranks"),
-        (("trace", "-p", "a", "--ranks", "3"), "got 3 ranks; use 2 or 4"),
+        (("trace", "-p", "a", "--ranks", "3"), "4 heads of q, and 2 of k and v; use 2 or 4"),
         (
             ("trace", "-p", "a", "--ranks", "2", "--tp", "2"),
             "played in one process (--ranks) or started (--tp), got both",
