@@ -247,6 +247,7 @@ def test_tokens_that_may_come_and_words_that_may_not(http: httpx2.Client, path: 
     said = without["choices"][0]["message"]["content"] if path == CHATS else without["choices"][0]["text"]
     assert text[:2] in text and text[:2] not in said
     n_vocab = http.get("/v1/models").json()["data"][0]["meta"]["n_vocab"]
+    more: dict[str, Any]
     for more in ({"allowed_token_ids": []}, {"allowed_token_ids": [n_vocab]}, {"bad_words": [""]}):
         answer = http.post(path, json={**BODIES[path], **more})
         assert answer.status_code == 400 and answer.json()["error"]["param"] == next(iter(more)), answer.text
