@@ -75,7 +75,8 @@ class State:
 
     @property
     def fingerprint(self) -> str:
-        return f"graphrt-{__version__}"
+        """The build that answers; clients of llama-server look for a b at its beginning."""
+        return f"build-graphrt-{__version__}"
 
     @property
     def all_names(self) -> list[str]:
