@@ -25,7 +25,8 @@ from graphrt.models.sampling_device import Drawn, drawn
 from graphrt.models.sampling_params import SamplerParams
 from graphrt.tools import cli
 from graphrt.tools.sampling.flags import sampler_params
-from graphrt.tools.serve.scheduler import Scheduler, Text
+from graphrt.tools.serve.events import Text
+from graphrt.tools.serve.scheduler import Scheduler
 from graphrt.tools.serve.schemas import CompletionRequest
 from graphrt.tools.verbs import serve
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from graphrt.models.generation import Piece
 from graphrt.models.sampling_logprobs import Logprobs
+from graphrt.tools.serve.events import Text
 from graphrt.tools.serve.ids import new_id
-from graphrt.tools.serve.scheduler import Text
 from graphrt.tools.serve.spelling import Spelling
 
 #: Piece.finish -> finish_reason.

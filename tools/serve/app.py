@@ -19,6 +19,7 @@ from starlette.routing import Route
 
 from graphrt.errors import GraphrtError
 from graphrt.tools.serve.errors import LEFT, ApiError, of_runtime
+from graphrt.tools.serve.events import Text
 from graphrt.tools.serve.http import EventStream
 from graphrt.tools.serve.ids import new_id
 from graphrt.tools.serve.logs import ASKED, RequestLine
@@ -32,7 +33,6 @@ from graphrt.tools.serve.routes_other import OtherRoutes
 from graphrt.tools.serve.routes_rank import RankRoutes
 from graphrt.tools.serve.routes_responses import ResponsesRoute
 from graphrt.tools.serve.routes_text import TextRoutes
-from graphrt.tools.serve.scheduler import Text
 from graphrt.tools.serve.schemas import (
     AdapterScales,
     ChatRequest,

@@ -11,7 +11,7 @@ from starlette.responses import JSONResponse
 
 from graphrt.errors import GraphrtError, RankError
 from graphrt.printing import brief
-from graphrt.tools.serve.scheduler import Cancelled, ServerEnds
+from graphrt.tools.serve.events import Cancelled, ServerEnds
 
 #: The status of a request whose client has left, as other servers log it.
 LEFT = 499

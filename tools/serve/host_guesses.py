@@ -16,7 +16,7 @@ from graphrt.models.guesses import MOST_ROWS, Guesser, Pace, guesses
 from graphrt.models.step import Logits
 
 if TYPE_CHECKING:
-    from graphrt.tools.serve.scheduler import Text
+    from graphrt.tools.serve.events import Text
 
 
 def guesses_of(

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
-from graphrt.tools.serve.scheduler import Event
+from graphrt.tools.serve.events import Event
 
 log = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from contextvars import ContextVar
 from typing import Any
 
-from graphrt.tools.serve.scheduler import Text
+from graphrt.tools.serve.events import Text
 
 log = logging.getLogger("graphrt.serve")
 

@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from prometheus_client import CollectorRegistry, Counter, Gauge, disable_created_metrics, generate_latest
 
 from graphrt.models.step_times import StepTime
+from graphrt.tools.serve.events import Event, Text
 from graphrt.tools.serve.metric_names import OtherNames
-from graphrt.tools.serve.scheduler import Event, Scheduler, Text
+from graphrt.tools.serve.scheduler import Scheduler
 from graphrt.tools.serve.tally import ANSWERS, CHOICES, LENGTHS, STEPS, TOKENS, WAITS, Tally
 
 disable_created_metrics()  # type: ignore[no-untyped-call]  # a line more for each figure, which says when this process began

@@ -24,7 +24,8 @@ from graphrt.models.model import Model
 from graphrt.models.sampling_params import SamplerParams
 from graphrt.ranks import Ranks
 from graphrt.tools.ranks.turns import turns
-from graphrt.tools.serve.scheduler import ENDED, Event, Scheduler, Text
+from graphrt.tools.serve.events import ENDED, Event, Text
+from graphrt.tools.serve.scheduler import Scheduler
 
 
 class TextData(NamedTuple):

@@ -11,9 +11,9 @@ from starlette.responses import Response
 from graphrt.models.generation import Piece
 from graphrt.tools.serve import answers
 from graphrt.tools.serve.errors import ApiError
+from graphrt.tools.serve.events import Text
 from graphrt.tools.serve.http import EventStream, body_of, encoded, watched
 from graphrt.tools.serve.inbox import Inbox
-from graphrt.tools.serve.scheduler import Text
 from graphrt.tools.serve.schemas_native import InfillRequest, NativeGenerating, NativeRequest
 from graphrt.tools.serve.spelling import Spelling
 from graphrt.tools.serve.state import State, events, json_response, key_of

@@ -13,6 +13,7 @@ from graphrt.models.generation import Piece
 from graphrt.tools.serve import answers
 from graphrt.tools.serve.call_parts import CallPart
 from graphrt.tools.serve.errors import ApiError
+from graphrt.tools.serve.events import Text
 from graphrt.tools.serve.http import EventStream, body_of, encoded, watched
 from graphrt.tools.serve.ids import new_id
 from graphrt.tools.serve.inbox import Inbox
@@ -20,7 +21,6 @@ from graphrt.tools.serve.response_items import Called, Item, Message, Thought, T
 from graphrt.tools.serve.responses_input import as_chat
 from graphrt.tools.serve.routes_text import reader_of
 from graphrt.tools.serve.said import Marks
-from graphrt.tools.serve.scheduler import Text
 from graphrt.tools.serve.schemas import ChatRequest
 from graphrt.tools.serve.schemas_responses import ResponsesRequest
 from graphrt.tools.serve.spelling import Spelling

@@ -12,10 +12,10 @@ from starlette.responses import Response
 from graphrt.models.generation import Piece
 from graphrt.tools.serve import answers
 from graphrt.tools.serve.errors import ApiError
+from graphrt.tools.serve.events import Event, Text
 from graphrt.tools.serve.http import HERE, Chunks, EventStream, body_of, encoded, together, watched
 from graphrt.tools.serve.inbox import Inbox
 from graphrt.tools.serve.said import Marks, Reader, Said
-from graphrt.tools.serve.scheduler import Event, Text
 from graphrt.tools.serve.schemas import ChatRequest, CompletionRequest, Generating, StreamOptions, listed
 from graphrt.tools.serve.state import State, events, json_response, key_of
 from graphrt.tools.serve.texts import said_before, tools_of

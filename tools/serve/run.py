@@ -14,7 +14,7 @@ import uvicorn
 
 from graphrt.tools.serve.app import application
 from graphrt.tools.serve.connection import Connection, connections, limit_waiting
-from graphrt.tools.serve.scheduler import ServerEnds
+from graphrt.tools.serve.events import ServerEnds
 from graphrt.tools.serve.state import State
 from graphrt.tools.serve.worker import Worker
 

@@ -16,10 +16,10 @@ from graphrt import __version__
 from graphrt.models.model import Model
 from graphrt.models.rerank import Ranker
 from graphrt.tools.serve.errors import ApiError, of_runtime
+from graphrt.tools.serve.events import Event, Text
 from graphrt.tools.serve.inbox import Inbox
 from graphrt.tools.serve.logs import ASKED
 from graphrt.tools.serve.metrics import Metrics
-from graphrt.tools.serve.scheduler import Event, Text
 from graphrt.tools.serve.texts import Maker
 from graphrt.tools.serve.worker import Busy, Worker
 

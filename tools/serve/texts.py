@@ -16,10 +16,10 @@ from graphrt.models.sampling_params import SamplerParams
 from graphrt.tools.serve import tool_calls
 from graphrt.tools.serve.adapters import ServedAdapters
 from graphrt.tools.serve.errors import ApiError, of_runtime
+from graphrt.tools.serve.events import Text
 from graphrt.tools.serve.forms import Form, form_of
 from graphrt.tools.serve.infill import Chunk, Infill
 from graphrt.tools.serve.said import PLAIN, Marks, marks_of
-from graphrt.tools.serve.scheduler import Text
 from graphrt.tools.serve.schemas import (
     AllowedChoice,
     Biases,

@@ -9,7 +9,7 @@ from typing import Any
 from graphrt.models.generation import Piece
 from graphrt.models.tokenizer import Tokenizer
 from graphrt.tools.serve import answers
-from graphrt.tools.serve.scheduler import Text
+from graphrt.tools.serve.events import Text
 from graphrt.tools.serve.schemas import Generating
 from graphrt.tools.serve.spelling import Spelling
 

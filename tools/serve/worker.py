@@ -15,11 +15,12 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from graphrt.errors import GraphrtError, RankError
+from graphrt.tools.serve.events import Event, Text
 from graphrt.tools.serve.inbox import Inbox, Out
 from graphrt.tools.serve.kept_prompts import KeptPrompts
 from graphrt.tools.serve.metrics import Metrics
 from graphrt.tools.serve.ranks import Leader, lost
-from graphrt.tools.serve.scheduler import Event, Scheduler, Text
+from graphrt.tools.serve.scheduler import Scheduler
 
 log = logging.getLogger(__name__)
 

@@ -19,7 +19,8 @@ from graphrt.models.engine import SessionOptions
 from graphrt.models.engine_paged import PagedEngine
 from graphrt.models.generation import TextRules
 from graphrt.models.sampling_params import SamplerParams
-from graphrt.tools.serve.scheduler import Event, Scheduler, Text
+from graphrt.tools.serve.events import Event, Text
+from graphrt.tools.serve.scheduler import Scheduler
 
 OPTIONS = SessionOptions(n_ctx=160, n_batch=24, page=16, share=False)
 #: Prompts shorter and longer than a step has room for, one of one token, two alike at the beginning.

@@ -12,8 +12,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from support.served import Served
 
 from graphrt.models.generation import Piece
+from graphrt.tools.serve.events import Cancelled, Event, Text
 from graphrt.tools.serve.metrics import Metrics
-from graphrt.tools.serve.scheduler import Cancelled, Counts, Event, Scheduler, Text
+from graphrt.tools.serve.scheduler import Counts, Scheduler
 
 #: What vLLM's own Grafana dashboards ask for, of this and of earlier versions, and llama-server's README has.
 DASHBOARDS = frozenset(re.findall(r"\S+", """

@@ -21,8 +21,9 @@ from graphrt.models.generation import TextRules
 from graphrt.models.guesses import Pace
 from graphrt.models.paging.check import check
 from graphrt.models.sampling_params import SamplerParams
+from graphrt.tools.serve.events import Cancelled, Event, Text
 from graphrt.tools.serve.fair_queue import FairQueue
-from graphrt.tools.serve.scheduler import Cancelled, Event, Scheduler, Text
+from graphrt.tools.serve.scheduler import Scheduler
 
 OPTIONS = SessionOptions(n_ctx=128, n_batch=24, type_k="f32", type_v="f32", page=16)
 GREEDY = SamplerParams(temp=0)

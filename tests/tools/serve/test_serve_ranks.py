@@ -29,8 +29,9 @@ from graphrt.models.sampling_params import SamplerParams
 from graphrt.ranks import Ranks
 from graphrt.tools.cli import verb_parser
 from graphrt.tools.common import load_model
+from graphrt.tools.serve.events import Text
 from graphrt.tools.serve.ranks import Leader, Turn, follow
-from graphrt.tools.serve.scheduler import Scheduler, Text
+from graphrt.tools.serve.scheduler import Scheduler
 from graphrt.tools.verbs import serve
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="/proc tells what a process has")

@@ -14,12 +14,12 @@ import pytest
 from support.served import Served
 
 from graphrt.models.generation import Piece
+from graphrt.tools.serve.events import Event, Text
 from graphrt.tools.serve.http import WRITE, EventStream, Held
 from graphrt.tools.serve.inbox import Inbox
 from graphrt.tools.serve.metrics import Metrics
 from graphrt.tools.serve.routes_text import Chat, Completion
 from graphrt.tools.serve.said import PLAIN, Marks
-from graphrt.tools.serve.scheduler import Event, Text
 from graphrt.tools.serve.schemas import ChatRequest, CompletionRequest
 from graphrt.tools.serve.state import State
 from graphrt.tools.serve.worker import Worker
