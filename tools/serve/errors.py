@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from pydantic import ValidationError
-from pydantic_core import ErrorDetails
 from starlette.responses import JSONResponse
 
 from graphrt.errors import GraphrtError, RankError
@@ -65,7 +64,7 @@ def of_validation(error: ValidationError) -> ApiError:
     return ApiError(said, param=param or None, code=first["type"])
 
 
-def _most_telling(errors: Sequence[ErrorDetails]) -> ErrorDetails:
+def _most_telling(errors: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
     """The first error; of a field that may be of several types one that says more than that it isn't of the first."""
     first = errors[0]
     alike = (each for each in errors if each["loc"][:1] == first["loc"][:1]) if first["type"].endswith("_type") else ()

@@ -200,7 +200,7 @@ def _thought(text: str | None) -> dict[str, Any]:
 
 def _deltas(said: Said) -> list[dict[str, Any]]:
     """What is new, as streams have it: of a call first its name, then its arguments."""
-    text: dict[str, Any] = _thought(said.reasoning) if said.reasoning else {}
+    text: dict[str, Any] = {"reasoning_content": said.reasoning, "reasoning": said.reasoning} if said.reasoning else {}
     text |= {"content": said.content} if said.content else {}
     found: list[dict[str, Any]] = [text] if text else []
     for part in said.calls:

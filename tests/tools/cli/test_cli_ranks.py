@@ -178,14 +178,15 @@ def test_a_signal_ends_the_ranks_and_takes_their_folder(
 
     monkeypatch.setattr(Job, "_watch", watch)
     monkeypatch.setattr(launch, "check_plan", lambda *_: None)
-    old = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as under nohup
+    old = signal.signal(signal.SIGHUP, signal.SIG_IGN), signal.signal(signal.SIGTERM, signal.SIG_DFL)  # as under nohup
     try:
         with pytest.raises(SystemExit) as ended:
             Job(Namespace(), 2, lambda *_: 0, "").run()
+        assert ended.value.code == 143 and not folders[0].exists() and processes[1].ended
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
     finally:
-        signal.signal(signal.SIGHUP, old)
-    assert ended.value.code == 143 and not folders[0].exists() and processes[1].ended
-    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+        signal.signal(signal.SIGHUP, old[0])
+        signal.signal(signal.SIGTERM, old[1])
 
 
 @pytest.mark.parametrize("served", [True, False])

@@ -71,7 +71,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"max_tokens": 2.5}, "max_tokens"),
     ({"n": 1e300}, "n"),
     ({"n_predict": 0, "max_tokens": None}, "n_predict"),
-    ({"logit_bias": [[5]]}, "logit_bias"),
+    ({"logit_bias": [[5]]}, "logit_bias[0]"),
     ({"logit_bias": [[5, "a"]]}, "logit_bias"),
     ({"logit_bias": [[1.5, 1]]}, "logit_bias"),
     ({"logit_bias": [[99999, 1]]}, "logit_bias"),
