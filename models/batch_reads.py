@@ -9,10 +9,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from graphrt.errors import CacheFullError
 from graphrt.models.choice_rows import Rows
 from graphrt.models.engine import Ids
-from graphrt.models.guesses import MOST_ROWS, Guesser, Pace, guesses
+from graphrt.models.guesses import MOST_ROWS, Guesser, Pace, guesses, that_fit
 from graphrt.models.paged_steps import PagedSteps
 from graphrt.models.sampling_device import Drawn, place_of
 from graphrt.models.step_paged import StepSize
@@ -169,18 +168,8 @@ class ReadPlan:
                 asked[going.guesser] = n
                 room -= n
         made = guesses(asked) if asked else {}
-        counts, found = {going.seq: 1 for going in going_on}, dict[int, list[int]]()
-        for going in going_on:
-            guess = made.get(going.guesser) if going.guesser is not None else None
-            if not guess:  # room is asked for guess by guess, which takes as long as there are sequences
-                continue
-            try:
-                engine.cache.pool.check_room(counts | {going.seq: 1 + len(guess)})
-            except CacheFullError:
-                continue
-            counts[going.seq] += len(guess)
-            found[going.seq] = guess
-        return found
+        by_seq = {going.seq: made[going.guesser] for going in going_on if going.guesser in made}
+        return that_fit(engine.cache.pool, (going.seq for going in going_on), by_seq)
 
 
 def sources_of(engine: PagedSteps, reads: Sequence[Read], n: int) -> Ids:

@@ -9,9 +9,14 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from statistics import fmean, median
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
+
+from graphrt.errors import CacheFullError
+
+if TYPE_CHECKING:
+    from graphrt.models.paging.pool import PagePool
 
 #: Guesses are left out for so many tokens when the latest so many were all wrong; then for twice as many, and so on up
 #: to the most.
@@ -99,6 +104,22 @@ def guesses(asked: Mapping[Guesser, int]) -> dict[Guesser, list[int]]:
             drafted.setdefault(guesser.drafter, {})[guesser] = room
     for drafter, texts in drafted.items():
         found |= drafter.draft(texts)
+    return found
+
+
+def that_fit(pool: PagePool, singles: Iterable[int], made: Mapping[int, list[int]]) -> dict[int, list[int]]:
+    """Of guesses by sequence those that have pages beside a token of each of `singles`, without others giving any up:
+    the earlier ones first. Room is asked for guess by guess, which takes as long as there are sequences."""
+    counts, found = dict.fromkeys(singles, 1), dict[int, list[int]]()
+    for seq, guess in made.items():
+        if not guess:
+            continue
+        try:
+            pool.check_room(counts | {seq: 1 + len(guess)})
+        except CacheFullError:
+            continue
+        counts[seq] += len(guess)
+        found[seq] = guess
     return found
 
 

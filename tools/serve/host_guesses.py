@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from graphrt.backends.cpu import threads
-from graphrt.errors import CacheFullError
 from graphrt.models.engine import Ids
 from graphrt.models.engine_paged import PagedEngine
-from graphrt.models.guesses import MOST_ROWS, Guesser, Pace, guesses
+from graphrt.models.guesses import MOST_ROWS, Guesser, Pace, guesses, that_fit
 from graphrt.models.step import Logits
 
 if TYPE_CHECKING:
@@ -37,19 +36,8 @@ def guesses_of(
             asked[text.guesser] = n
             room -= n
     made = guesses(asked) if asked else {}
-    counts, found = dict.fromkeys(part, 1), dict[int, list[int]]()
-    for seq in part:
-        guesser = texts[seq].guesser
-        guess = made.get(guesser) if guesser is not None else None
-        if not guess:
-            continue
-        try:
-            engine.cache.pool.check_room(counts | {seq: 1 + len(guess)})
-        except CacheFullError:
-            continue
-        counts[seq] += len(guess)
-        found[seq] = guess
-    return found
+    by_seq = {seq: made[guesser] for seq in part if (guesser := texts[seq].guesser) in made}
+    return that_fit(engine.cache.pool, part, by_seq)
 
 
 def read(engine: PagedEngine, part: Mapping[int, Ids], guessed: Mapping[int, list[int]]) -> dict[int, Logits]:

@@ -10,13 +10,14 @@ from starlette.responses import Response
 
 from graphrt.models.generation import Piece
 from graphrt.tools.serve import answers
+from graphrt.tools.serve.answered import answered
 from graphrt.tools.serve.errors import ApiError
 from graphrt.tools.serve.events import Text
-from graphrt.tools.serve.http import EventStream, body_of, encoded, watched
+from graphrt.tools.serve.http import body_of, encoded
 from graphrt.tools.serve.inbox import Inbox
 from graphrt.tools.serve.schemas_native import InfillRequest, NativeGenerating, NativeRequest
 from graphrt.tools.serve.spelling import Spelling
-from graphrt.tools.serve.state import State, events, json_response, key_of
+from graphrt.tools.serve.state import State, events, key_of
 from graphrt.tools.serve.texts import Maker, fields_of
 
 Asked = TypeVar("Asked", NativeRequest, InfillRequest)
@@ -45,20 +46,13 @@ class NativeRoutes:
         self.state.check_model(body.model)
         key = key_of(request)
         texts = await self.state.aside(lambda: make(maker, body, key))
-        inbox = self.state.submit(texts)
-
-        def leave() -> None:
-            self.state.worker.cancel(texts)
-
         answer = Answer(self.state, body, texts)
-        if body.stream:
-            return EventStream(answer.stream(inbox), leave, inbox, last="", told=self.state.metrics.writes.add)
-        try:
-            with watched(request.receive, leave):
-                found = await answer.whole(inbox)
-        finally:
-            leave()
-        return json_response(found if body.is_list else found[0])
+
+        async def whole(inbox: Inbox) -> list[dict[str, Any]] | dict[str, Any]:
+            found = await answer.whole(inbox)
+            return found if body.is_list else found[0]
+
+        return await answered(self.state, request, texts, whole, answer.stream if body.stream else None)
 
 
 class Answer:

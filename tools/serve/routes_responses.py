@@ -11,10 +11,11 @@ from starlette.responses import Response
 
 from graphrt.models.generation import Piece
 from graphrt.tools.serve import answers
+from graphrt.tools.serve.answered import answered
 from graphrt.tools.serve.call_parts import CallPart
 from graphrt.tools.serve.errors import ApiError
 from graphrt.tools.serve.events import Text
-from graphrt.tools.serve.http import EventStream, body_of, encoded, watched
+from graphrt.tools.serve.http import body_of, encoded
 from graphrt.tools.serve.ids import new_id
 from graphrt.tools.serve.inbox import Inbox
 from graphrt.tools.serve.response_items import Called, Item, Message, Thought, Told
@@ -24,7 +25,7 @@ from graphrt.tools.serve.said import Marks
 from graphrt.tools.serve.schemas import ChatRequest
 from graphrt.tools.serve.schemas_responses import ResponsesRequest
 from graphrt.tools.serve.spelling import Spelling
-from graphrt.tools.serve.state import State, events, json_response, key_of
+from graphrt.tools.serve.state import State, events, key_of
 
 
 class ResponsesRoute:
@@ -39,19 +40,8 @@ class ResponsesRoute:
         self.state.check_model(body.model)
         asked, key = as_chat(body), key_of(request)
         (text,), marks = await self.state.aside(lambda: maker.chat(asked, key))
-        inbox = self.state.submit([text])
-
-        def leave() -> None:
-            self.state.worker.cancel([text])
-
         answer = Answer(self.state, body, asked, text, marks)
-        if body.stream:
-            return EventStream(answer.stream(inbox), leave, inbox, last="", told=self.state.metrics.writes.add)
-        try:
-            with watched(request.receive, leave):
-                return json_response(await answer.whole(inbox))
-        finally:
-            leave()
+        return await answered(self.state, request, [text], answer.whole, answer.stream if body.stream else None)
 
 
 class Answer:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
 from enum import Enum
+from functools import partial
 from typing import Any, TypeVar
 
 from starlette.requests import Request
@@ -11,13 +12,14 @@ from starlette.responses import Response
 
 from graphrt.models.generation import Piece
 from graphrt.tools.serve import answers
+from graphrt.tools.serve.answered import answered
 from graphrt.tools.serve.errors import ApiError
 from graphrt.tools.serve.events import Event, Text
-from graphrt.tools.serve.http import HERE, Chunks, EventStream, body_of, encoded, together, watched
+from graphrt.tools.serve.http import HERE, Chunks, body_of, encoded, together
 from graphrt.tools.serve.inbox import Inbox
 from graphrt.tools.serve.said import Marks, Reader, Said
 from graphrt.tools.serve.schemas import ChatRequest, CompletionRequest, Generating, StreamOptions, listed
-from graphrt.tools.serve.state import State, events, json_response, key_of
+from graphrt.tools.serve.state import State, events, key_of
 from graphrt.tools.serve.texts import said_before, tools_of
 from graphrt.tools.serve.token_fields import TokenFields
 
@@ -51,19 +53,8 @@ class TextRoutes:
     async def _answer(
         self, request: Request, body: Generating, texts: Sequence[Text], answer: Chat | Completion
     ) -> Response:
-        inbox = self.state.submit(texts)
-
-        def leave() -> None:
-            self.state.worker.cancel(texts)
-
-        if body.stream:
-            usage = Usage.of(body.stream_options)
-            return EventStream(answer.stream(inbox, usage), leave, inbox, told=self.state.metrics.writes.add)
-        try:
-            with watched(request.receive, leave):
-                return json_response(await answer.whole(inbox))
-        finally:
-            leave()
+        stream = partial(answer.stream, usage=Usage.of(body.stream_options)) if body.stream else None
+        return await answered(self.state, request, texts, answer.whole, stream, last="[DONE]")
 
 
 class Usage(Enum):
@@ -200,7 +191,7 @@ def _thought(text: str | None) -> dict[str, Any]:
 
 def _deltas(said: Said) -> list[dict[str, Any]]:
     """What is new, as streams have it: of a call first its name, then its arguments."""
-    text: dict[str, Any] = {"reasoning_content": said.reasoning, "reasoning": said.reasoning} if said.reasoning else {}
+    text: dict[str, Any] = _thought(said.reasoning) if said.reasoning else {}
     text |= {"content": said.content} if said.content else {}
     found: list[dict[str, Any]] = [text] if text else []
     for part in said.calls:
